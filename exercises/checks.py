@@ -1175,26 +1175,26 @@ def check_stages(lab: Lab) -> None:
 
 
 def check_one_byte(lab: Lab) -> None:
-    codes = np.arange(256, dtype=np.uint8)
-    expect_all("numbers_of, code 0x{:02x}", codes, lab.call("numbers_of", codes.copy()), from_e4m3(codes))
+    q = np.arange(256, dtype=np.uint8)
+    expect_all("numbers_of, byte 0x{:02x}", q, lab.call("numbers_of", q.copy()), from_e4m3(q))
     for largest, want in (
         (448, 1), (448.1, 2), (-449, 2), (224, 0.5), (1, 2.0**-8), (-3e-7, 2.0**-30), (3e38, 2.0**120),
         (np.nan, np.nan), (-np.inf, np.nan),
     ):  # fmt: skip
         what = f"scale_of, largest number {largest:g}"
         got = lab.call("scale_of", np.array([[0, largest], [largest / 3, 0]], np.float32), case=what)
-        expect_all(what, codes[:1], np.atleast_1d(got), np.array([want]))
-    numbers = from_e4m3(codes[:127]).astype(np.float64)
+        expect_all(what, q[:1], np.atleast_1d(got), np.array([want]))
+    numbers = from_e4m3(q[:127]).astype(np.float64)
     middle = (numbers[:-1] + numbers[1:]) / 2
     sizes = np.concatenate([numbers, (1 - 2.0**-20) * middle, (1 + 2.0**-20) * middle, [464, 1e6], abs(normal(500))])
     nearest = np.concatenate([np.searchsorted(middle, sizes), np.arange(126) + np.arange(126) % 2])
     x, want = np.concatenate([sizes, middle]), numbers[nearest]
     x, want = np.concatenate([x, -x]), np.concatenate([want, -want])
     for scale in 1.0, 2.0**-30, 32.0:
-        what = f"to_codes, {{:.9g}} with scale {scale:g}"
-        got = lab.call("to_codes", x * scale, scale, case=f"to_codes with scale {scale:g}")
+        what = f"quantize, {{:.9g}} with scale {scale:g}"
+        got = lab.call("quantize", x * scale, scale, case=f"quantize with scale {scale:g}")
         if getattr(got, "dtype", None) != np.uint8:
-            raise Wrong("to_codes has to return uint8")
+            raise Wrong("quantize has to return uint8")
         expect_all(what, x * scale, from_e4m3(got), want)
     a, b = (normal(N, 16).argsort(axis=None).reshape(N, 16).astype(np.uint8) for N in (5, 7))
     want = 2.0**-7 * (from_e4m3(a).astype(np.float64) @ from_e4m3(b).T)

@@ -364,7 +364,7 @@ const Head head(out, lse, qkv, T, NH);
         (
             function("numbers_of: exponent, mantissa ="),
             function("scale_of: largest ="),
-            function("to_codes: sizes ="),
+            function("quantize: sizes ="),
             function("product: return"),
         ),
         kind="py",

@@ -142,13 +142,13 @@ FAULTS = [
      'yield ("store",)\n            yield "finish", 0\n            yield "arrive", i % stages',
      r"consumer \d stores tile 0 when \d products are done"),
     ("one_byte", "2.0**-9, (8 + mantissa)", "2.0**-10, (8 + mantissa)",
-     r"^numbers_of, code 0x01: expected 0.001953125, got 0.0009765625"),
+     r"^numbers_of, byte 0x01: expected 0.001953125, got 0.0009765625"),
     ("one_byte", "np.ceil", "np.round", r"^scale_of, largest number 448.1: expected 2, got 1"),
     ("one_byte", "if np.isfinite(largest) else np.nan", "", r"^scale_of, largest number -inf: expected nan, got inf"),
-    ("one_byte", "np.round", "np.floor", r"^to_codes, \S+ with scale 1: expected \S+, got"),
-    ("one_byte", "np.round(", "np.floor(0.5 + ", r"^to_codes, 0.0009765625 with scale 1: expected 0, got 0.001953125"),
-    ("one_byte", "np.maximum(sizes, 2.0**-6)", "sizes", r"^to_codes, 0 with scale 1: expected 0, got 0.25"),
-    ("one_byte", ", 448)", ", 480)", r"^to_codes, 1000000 with scale 1: expected 448, got nan"),
+    ("one_byte", "np.round", "np.floor", r"^quantize, \S+ with scale 1: expected \S+, got"),
+    ("one_byte", "np.round(", "np.floor(0.5 + ", r"^quantize, 0.0009765625 with scale 1: expected 0, got 0.001953125"),
+    ("one_byte", "np.maximum(sizes, 2.0**-6)", "sizes", r"^quantize, 0 with scale 1: expected 0, got 0.25"),
+    ("one_byte", ", 448)", ", 480)", r"^quantize, 1000000 with scale 1: expected 448, got nan"),
     ("one_byte", "scale_a * scale_b * ", "scale_a * ", r"^product\[0, 0\]: expected"),
 ]  # fmt: skip
 

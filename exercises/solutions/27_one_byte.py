@@ -1,19 +1,19 @@
-"""Exercise 27: codes of one byte.
+"""Exercise 27: numbers of one byte.
 
-e4m3 has a sign, the highest bit of a code, 4 bits of exponent and 3 of mantissa. Let e and m be the exponent's and the
-mantissa's bits. If e is 0, the code is the number m * 2^-9, else (8 + m) * 2^(e - 10). All seven bits 1 are NaN. So
-the largest number is 448. Write the numbers of codes, a scale, the codes of a matrix, and a product of codes.
+e4m3 has a sign, the highest bit, 4 bits of exponent and 3 of mantissa. Let e and m be the exponent's and the
+mantissa's bits. If e is 0, the number is m * 2^-9, else (8 + m) * 2^(e - 10). All seven bits 1 are NaN. So
+the largest number is 448. Write the numbers of bytes, a scale, a quantized matrix, and a product of two.
 """
 
 import numpy as np
 
 
-def numbers_of(codes: np.ndarray) -> np.ndarray:
-    """The numbers of codes (uint8, any shape), as floats. In uint8, 3 - 10 is 249."""
-    exponent, mantissa = (codes >> 3 & 15).astype(int), (codes & 7).astype(int)
+def numbers_of(q: np.ndarray) -> np.ndarray:
+    """The numbers of bytes (uint8, any shape), as floats. In uint8, 3 - 10 is 249."""
+    exponent, mantissa = (q >> 3 & 15).astype(int), (q & 7).astype(int)
     sizes = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
-    sizes[codes & 0x7F == 0x7F] = np.nan
-    return np.where(codes & 0x80, -sizes, sizes)
+    sizes[q & 0x7F == 0x7F] = np.nan
+    return np.where(q & 0x80, -sizes, sizes)
 
 
 def scale_of(x: np.ndarray) -> float:
@@ -23,8 +23,8 @@ def scale_of(x: np.ndarray) -> float:
     return 2.0 ** np.ceil(np.log2(largest / 448)) if np.isfinite(largest) else np.nan
 
 
-def to_codes(x: np.ndarray, scale: float) -> np.ndarray:
-    """The codes (uint8) nearest to x / scale, for finite x. Of two that are equally near it is the even one. Numbers
+def quantize(x: np.ndarray, scale: float) -> np.ndarray:
+    """The bytes (uint8) of the numbers nearest to x / scale, for finite x. Of two that are equally near it is the even one. Numbers
     beyond 448 are clipped to it. The scale is a power of two."""
     sizes = np.minimum(np.abs(x / scale), 448)
     exponent = np.frexp(np.maximum(sizes, 2.0**-6))[1] - 1
@@ -33,5 +33,5 @@ def to_codes(x: np.ndarray, scale: float) -> np.ndarray:
 
 
 def product(a: np.ndarray, scale_a: float, b: np.ndarray, scale_b: float) -> np.ndarray:
-    """The matrix (N,OC) that is nearly inp (N,C) @ weight (OC,C)^T: a and b are their codes."""
+    """The matrix (N,OC) that is nearly inp (N,C) @ weight (OC,C)^T: a and b are these two, quantized."""
     return scale_a * scale_b * (numbers_of(a) @ numbers_of(b).T)
