@@ -106,8 +106,8 @@ def architecture_of(path: Path) -> str:
 
 @functools.cache
 def kernel_declarations(path: Path) -> dict[str, list[str]]:
-    """The kernels that a .cu file, or one that it includes, declares, each with the declarations of its parameters."""
-    declared = re.findall(r"__global__[^;{]*?(\w+)\s*\(([^()]*)\)\s*\{", cuda_source(path))
+    """The kernels that a .cu file declares, each with the declarations of its parameters."""
+    declared = re.findall(r"__global__[^;{]*?(\w+)\s*\(([^()]*)\)\s*\{", path.read_text())
     return {name: parameters.split(",") for name, parameters in declared}
 
 
@@ -115,7 +115,7 @@ def kernel_declarations(path: Path) -> dict[str, list[str]]:
 def programmatic_kernels(path: Path) -> set[str]:
     """The kernels of a .cu file that may start before the launch in front of them has ended (common.cuh:
     PROGRAMMATIC)."""
-    return set(re.findall(r"\bPROGRAMMATIC\s+(\w+)\s*\(", cuda_source(path)))
+    return set(re.findall(r"\bPROGRAMMATIC\s+(\w+)\s*\(", path.read_text()))
 
 
 @functools.cache

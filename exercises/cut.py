@@ -237,7 +237,7 @@ return 0.0f;"""),
 // share is s(x). gradient, the derivative of gelu, is not there yet.
 """,
         parts=(
-            "TWICE_SQRT_2_OVER_PI", "share", "gradient", "differentiate", "gelu_backward_kernel",
+            "TWICE_SQRT_2_OVER_PI", "share", "gradient", "differentiate", "backward", "gelu_backward_kernel",
         ),
     ),
     Exercise(

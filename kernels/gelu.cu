@@ -14,8 +14,7 @@ constexpr int ROWS = 2;  // of a block of the forward pass
 
 // Block x: ROWS rows; thread: a vector of columns of grid column y. A thread loads the vectors of all its rows before it
 // uses the first. With a single row an H200 took 15 to 18% longer.
-extern "C" __global__ void PROGRAMMATIC gelu_forward_kernel(floatX* out, const floatX* inp, const floatX* bias,
-                                                            int N, int C) {
+__device__ __forceinline__ void forward(floatX* out, const floatX* inp, const floatX* bias, int N, int C) {
     const int i = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
     const int begin = ROWS * blockIdx.x, rows = min(ROWS, N - begin);
     trigger_programmatic_launch();
@@ -40,10 +39,10 @@ extern "C" __global__ void PROGRAMMATIC gelu_forward_kernel(floatX* out, const f
 }
 
 // A block takes the TILE_COLUMNS columns of grid column x and walks down the `rows` rows of chunk y by tiles. dout
-// (N,C) becomes dinp in place. The kernel sets out_T (C,N) to the transposed gelu(inp + bias), and partials (gridDim.y,
+// (N,C) becomes dinp in place. Sets out_T (C,N) to the transposed gelu(inp + bias), and partials (gridDim.y,
 // C) to the chunk's column sums of dinp.
-extern "C" __global__ void gelu_backward_kernel(floatX* dout, SETS floatX* out_T, SETS float* partials,
-                                                const floatX* inp, const floatX* bias, int N, int C, int rows) {
+__device__ __forceinline__ void backward(floatX* dout, floatX* out_T, float* partials, const floatX* inp,
+                                         const floatX* bias, int N, int C, int rows) {
     __shared__ Tile tile;
     const int i0 = blockIdx.x * TILE_COLUMNS, begin = blockIdx.y * rows, end = min(N, begin + rows);
     Vec sums[TILE_VECTORS] = {};
@@ -76,3 +75,17 @@ extern "C" __global__ void gelu_backward_kernel(floatX* dout, SETS floatX* out_T
         if (i0 + column < C) partials[(size_t)blockIdx.y * C + i0 + column] = total;
     }
 }
+
+#ifndef GELU_ERF
+
+extern "C" __global__ void PROGRAMMATIC gelu_forward_kernel(floatX* out, const floatX* inp, const floatX* bias,
+                                                            int N, int C) {
+    forward(out, inp, bias, N, C);
+}
+
+extern "C" __global__ void gelu_backward_kernel(floatX* dout, SETS floatX* out_T, SETS float* partials,
+                                                const floatX* inp, const floatX* bias, int N, int C, int rows) {
+    backward(dout, out_T, partials, inp, bias, N, C, rows);
+}
+
+#endif

@@ -304,9 +304,8 @@ def renamed(kind: type[Model]) -> type[Model]:
     """The model of a script in which every tensor has another name."""
     script = sys.modules[kind.__module__]
     tables = kind.Config.PARAMETERS + kind.ACTIVATIONS + kind.GRADIENTS + getattr(script, "FILE", ())
-    names = {row[0] for row in tables} - SHARED
-    source = re.sub(r"\b\w+\b", lambda found: f"{found[0]}_of_another" if found[0] in names else found[0],
-                    Path(script.__file__).read_text())  # fmt: skip
+    names = "|".join({row[0] for row in tables} - SHARED)
+    source = re.sub(rf"\b({names})(_recomputed)?\b", r"\1_of_another\2", Path(script.__file__).read_text())
     module = ModuleType(f"{script.__name__}_of_another")
     sys.modules[module.__name__] = module
     exec(compile(source, script.__file__, "exec"), module.__dict__)

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import device
 from device.errors import UserError
-from kernels import fp8
 from kernels.adamw import adamw, join, split
 from kernels.attention import Matrices, attention_backward, attention_forward
 from kernels.cached_attention import Cached, cached_attention_forward
@@ -23,6 +22,7 @@ from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
 from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
+from kernels.fp8.loading import load_layers
 from kernels.fp8.quantize import quantize
 from kernels.fp8.quantized import GradientScale, Quantized, WeightOnly
 from kernels.gelu import gelu_backward, gelu_forward
@@ -40,7 +40,7 @@ from llmc.model.batch import random_words
 
 import numpy as np
 
-fp8.load()
+load_layers()
 EPS = 1e-5
 
 

@@ -134,11 +134,7 @@ def watch(launch: Launch, sizes: dict[str, int]) -> list[Watched]:
     return watched
 
 
-# The file that declares each kernel. Sorted backwards: a file that includes another declares the other's kernels, too.
-FILES = {
-    name: path for path in sorted((ROOT / "kernels").rglob("*.cu"), reverse=True)
-    for name in device.kernel_declarations(path)
-}  # fmt: skip
+FILES = {name: path for path in sorted((ROOT / "kernels").rglob("*.cu")) for name in device.kernel_declarations(path)}
 
 
 def watch_kernel(
@@ -152,7 +148,10 @@ def watch_kernel(
     library = device.module(file).library_path
     arrays, given, margins = [], [], []
     in_arguments = {device.address(value) for value in arguments.values() if isinstance(value, np.ndarray)}
-    unknown = {key: value for key, value in (others or {}).items() if device.address(value) not in in_arguments}
+    unknown = {
+        key: value for key, value in (others or {}).items()
+        if key not in arguments and device.address(value) not in in_arguments
+    }  # fmt: skip
     for key, value in (arguments | unknown).items():
         if isinstance(value, np.ndarray):
             arrays.append(Array(key, False, value.nbytes, value.shape, value.dtype.name))

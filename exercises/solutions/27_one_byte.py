@@ -24,8 +24,8 @@ def scale_of(x: np.ndarray) -> float:
 
 
 def quantize(x: np.ndarray, scale: float) -> np.ndarray:
-    """The bytes (uint8) of the numbers nearest to x / scale, for finite x. Of two that are equally near it is the even one. Numbers
-    beyond 448 are clipped to it. The scale is a power of two."""
+    """The bytes (uint8) of the numbers nearest to x / scale, for finite x. Of two that are equally near it is the even
+    one. Numbers beyond 448 are clipped to it. The scale is a power of two."""
     sizes = np.minimum(np.abs(x / scale), 448)
     exponent = np.frexp(np.maximum(sizes, 2.0**-6))[1] - 1
     steps = np.round(sizes / 2.0 ** (exponent - 3))

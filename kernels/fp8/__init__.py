@@ -9,8 +9,6 @@ quantized.py has what such products take, quantize.py makes it of a bf16 matrix.
 the same name in kernels/. They register launchers (kernels/dispatch.py) that write or read quantized matrices.
 """
 
-import sys
-from importlib import import_module
 from pathlib import Path
 
 import device
@@ -19,10 +17,3 @@ import device
 def source(python_file: str | Path) -> device.Source:
     """device.source for the launchers of this folder."""
     return device.source(python_file, needed=lambda: device.precision == "fp8")
-
-
-def load() -> None:
-    """Imports the launchers of this folder for all layers that have been imported. So a run compiles no others."""
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        if f"kernels.{path.stem}" in sys.modules:
-            import_module(f"kernels.fp8.{path.stem}")

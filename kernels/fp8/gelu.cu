@@ -4,10 +4,8 @@
 #include "quantize.cuh"
 
 // q (N, C) = gelu(inp + bias) / scale. A thread loads the vectors of four rows before it uses the first.
-extern "C" __global__ void __launch_bounds__(256, 4) gelu_forward_fp8_kernel(
-    float* scale, float* previous_amax, float* block_amax, int second_pass, unsigned char* q, const floatX* inp,
-    const floatX* bias, int N, int C) {
-    Quantizer quantizer = {scale, previous_amax, block_amax, second_pass};
+__device__ __forceinline__ void forward_fp8(Quantizer quantizer, unsigned char* q, const floatX* inp,
+                                            const floatX* bias, int N, int C) {
     if (!quantizer.begin()) return;
     const int vectors = C / WIDTH;
     for (int t = blockIdx.x * blockDim.x + threadIdx.x; t < N / 4 * vectors; t += gridDim.x * blockDim.x) {
@@ -31,15 +29,15 @@ extern "C" __global__ void __launch_bounds__(256, 4) gelu_forward_fp8_kernel(
 // of dinp. A chunk has `rows` rows, which are whole tiles. The blocks share the chunks, each of a tile's columns. A
 // thread loads the vectors of its rows before it uses the first. It loads the bias for each row anew, so that registers
 // suffice for three blocks a multiprocessor.
-extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_fp8_kernel(
-    float* scale, float* previous_amax, float* block_amax, int second_pass, unsigned char* q, unsigned char* q_T,
-    floatX* out, unsigned char* out_T, const float* out_scale, float* partials, const floatX* dout, const floatX* inp,
-    const floatX* bias, int N, int C, int rows) {
+__device__ __forceinline__ void backward_fp8(Quantizer quantizer, unsigned char* q, unsigned char* q_T, floatX* out,
+                                             unsigned char* out_T, const float* out_scale, float* partials,
+                                             const floatX* dout, const floatX* inp, const floatX* bias, int N, int C,
+                                             int rows) {
     __shared__ Fp8Tile<> d_tile, out_tile;
     // Of four rows of each tile of a chunk.
     __shared__ __align__(16) float sums[Fp8Tile<>::ROWS / 4][Fp8Tile<>::COLUMNS];
     const int columns = ceil_div(C, d_tile.COLUMNS);
-    Quantizer quantizer = {scale, previous_amax, block_amax, second_pass}, out_quantizer = {};
+    Quantizer out_quantizer = {};
     if (!quantizer.begin()) return;
     if (out_T != nullptr) out_quantizer.inverse = inverse_of(*out_scale);
     for (int t = blockIdx.x; t < columns * ceil_div(N, rows); t += gridDim.x) {
@@ -88,3 +86,21 @@ extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_fp8_kernel(
     }
     quantizer.end();
 }
+
+#ifndef GELU_ERF
+
+extern "C" __global__ void __launch_bounds__(256, 4) gelu_forward_fp8_kernel(
+    float* scale, float* previous_amax, float* block_amax, int second_pass, unsigned char* q, const floatX* inp,
+    const floatX* bias, int N, int C) {
+    forward_fp8({scale, previous_amax, block_amax, second_pass}, q, inp, bias, N, C);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_fp8_kernel(
+    float* scale, float* previous_amax, float* block_amax, int second_pass, unsigned char* q, unsigned char* q_T,
+    floatX* out, unsigned char* out_T, const float* out_scale, float* partials, const floatX* dout, const floatX* inp,
+    const floatX* bias, int N, int C, int rows) {
+    backward_fp8({scale, previous_amax, block_amax, second_pass}, q, q_T, out, out_T, out_scale, partials, dout, inp,
+                 bias, N, C, rows);
+}
+
+#endif

@@ -17,9 +17,10 @@ cu_erf = device.source(Path(__file__).with_stem("gelu_erf"), needed=lambda: Fals
 @gelu_forward.register(Quantized)
 def quantized_forward(out: Quantized, inp, bias, N: int, C: int, erf: bool = False) -> None:
     """gelu_forward. Sets q of out (N,C), and its scale. bias, here and in backward, lies at a multiple of 16 bytes."""
-    file, blocks = cu_erf if erf else cu, blocks_of(N, C, MAX_BLOCKS)
+    file, form = (cu_erf, "gelu_erf") if erf else (cu, "gelu")
+    blocks = blocks_of(N, C, MAX_BLOCKS)
     for arguments in both_passes(blocks, out.scale):
-        file.launch("gelu_forward_fp8_kernel", (blocks,), (cu.block(256),), (*arguments, out.q, inp, bias, N, C))
+        file.launch(f"{form}_forward_fp8_kernel", (blocks,), (cu.block(256),), (*arguments, out.q, inp, bias, N, C))
     note_written(out.scale, out.q)
 
 
@@ -27,12 +28,13 @@ def quantized_forward(out: Quantized, inp, bias, N: int, C: int, erf: bool = Fal
 def quantized_backward(dinp: Quantized, dbias, out, dout, inp, bias, N: int, C: int, erf: bool = False) -> None:
     """gelu_backward. Sets q and q_T of dinp (N,C), and its scale. dinp must not overlap dout, which stays as it is.
     Sets out (N,C), or, if it is Quantized, its q_T, by forward's scale."""
-    file, blocks = cu_erf if erf else cu, blocks_of(N, C, 3)  # as the kernel's __launch_bounds__ say
+    file, form = (cu_erf, "gelu_erf") if erf else (cu, "gelu")
+    blocks = blocks_of(N, C, 3)  # as the kernel's __launch_bounds__ say
     rows = rows_per_chunk(N, multiple=TILE_ROWS)
     chunks = ceil_div(N, rows)
     partials = partials_of(chunks * C)
     for arguments in both_passes(blocks, dinp.scale):
         args = *arguments, dinp.q, dinp.q_T, *recomputed(out), partials, dout, inp, bias, N, C, rows
-        file.launch("gelu_backward_fp8_kernel", (blocks,), (cu.block(256),), args)
+        file.launch(f"{form}_backward_fp8_kernel", (blocks,), (cu.block(256),), args)
     note_written(dinp.scale, dinp.q, dinp.q_T)
     add_partials([dbias], partials, chunks, C)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from copy import copy
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import device
-from kernels import fp8
 from kernels.adamw import split
+from kernels.fp8.loading import load_layers
 from kernels.fp8.quantize import quantize, scratch_bytes
 from kernels.fp8.quantized import (
     MULTIPLE,
@@ -28,9 +28,6 @@ from kernels.fp8.quantized import (
 from llmc.model.tensors import Config, Table, layout, owners
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from llmc.model.model import Model
 
 # A weight (OC,C) saves a layer's three products time in proportion to C OC. To quantize their inputs costs time in
 # proportion to C, the gradients of their outputs in proportion to OC, about as 8 to 6. So a weight is worth quantizing
@@ -49,8 +46,8 @@ class Fp8:
     weights   all QuantizedWeights. Empty in a model for inference
     """
 
-    def __init__(self, model: Model, inference: bool):
-        fp8.load()
+    def __init__(self, model: Any, inference: bool):
+        load_layers()
         kind, config = type(model), model.config
         self.model, self.weights = model, []
         self.memory = device.empty((quantized_bytes(kind, config, inference),), np.uint8)
@@ -108,14 +105,14 @@ class Fp8:
                         setattr(a, view, quantized_view(getattr(a, view), scale))
 
 
-def in_bf16(model: Model) -> Model:
+def in_bf16(model: Any) -> Any:
     """The same model, but its products are in bf16: for samples, whose passes have any number of rows."""
     model = copy(model)
     model.fp8, model.params = None, model.tensors_in(model.params_memory)
     return model
 
 
-def put_quantized(model: Model, name: str, at: int, values: Any) -> None:
+def put_quantized(model: Any, name: str, at: int, values: Any) -> None:
     """Sets numbers of a matrix of a model for inference, from the at-th on, to fp32 values on the device. They come in
     order: the last of a layer's numbers quantizes its weight."""
     OC, C = quantized_matrices(type(model), model.config)[name]
@@ -143,7 +140,7 @@ def worth_quantizing(C: int, OC: int, producer_quantizes: bool) -> bool:
     return C % MULTIPLE == 0 and OC % MULTIPLE == 0 and C * OC >= least * (8 * C + 6 * OC)
 
 
-def quantized_matrices(kind: type[Model], config: Config) -> dict[str, tuple[int, int]]:
+def quantized_matrices(kind: type, config: Config) -> dict[str, tuple[int, int]]:
     """The layers' matrices that are quantized: name, shape (OC,C). Empty in another precision than fp8."""
     if device.precision != "fp8":
         return {}
@@ -156,14 +153,14 @@ def quantized_matrices(kind: type[Model], config: Config) -> dict[str, tuple[int
     }
 
 
-def linear(kind: type[Model], config: Config) -> dict[str, tuple[str | None, str | None]]:
+def linear(kind: type, config: Config) -> dict[str, tuple[str | None, str | None]]:
     """Model.LINEAR of the quantized matrices."""
     matrices = quantized_matrices(kind, config)
     return {name: tensors for name, tensors in kind.LINEAR.items() if name in matrices}
 
 
 def out_of_place(
-    tables: tuple[Table, Table], kind: type[Model], config: Config, rows: int
+    tables: tuple[Table, Table], kind: type, config: Config, rows: int
 ) -> tuple[Table, Table]:  # fmt: skip
     """The tables of a model's activations and gradients, for `rows` positions. A kernel that quantizes runs twice, so
     it must find its input intact: a quantized gradient that would take its owner's memory lies after the owner."""
@@ -176,7 +173,7 @@ def out_of_place(
     return activations, others
 
 
-def quantized_bytes(kind: type[Model], config: Config, inference: bool = False) -> int:
+def quantized_bytes(kind: type, config: Config, inference: bool = False) -> int:
     """The bytes of Fp8.memory. A number takes two bytes, for q and q_T, and each of a weight's three scales 16. In a
     model for inference a number takes one byte, and a weight has one scale."""
     matrices, scales = len(quantized_matrices(kind, config)), 1 if inference else 3
@@ -184,17 +181,17 @@ def quantized_bytes(kind: type[Model], config: Config, inference: bool = False) 
     return numbers + 16 * matrices * (scales * config.num_layers + (not inference))  # 1 more: previous_amax
 
 
-def quantized_count(kind: type[Model], config: Config) -> int:
+def quantized_count(kind: type, config: Config) -> int:
     """How many parameters are quantized."""
     return config.num_layers * sum(OC * C for OC, C in quantized_matrices(kind, config).values())
 
 
-def dequantized_bytes(kind: type[Model], config: Config) -> int:
+def dequantized_bytes(kind: type, config: Config) -> int:
     """The bytes of the scratch for the largest dequantized weight, in bf16."""
     return 2 * max((OC * C for OC, C in quantized_matrices(kind, config).values()), default=0)
 
 
-def training_scratch(kind: type[Model], config: Config, rows: int) -> dict[str, int]:
+def training_scratch(kind: type, config: Config, rows: int) -> dict[str, int]:
     """The scratch of products of `rows` positions in a training step: purpose, bytes."""
     matrices = quantized_matrices(kind, config)
     if not matrices or rows % MULTIPLE:
