@@ -140,7 +140,7 @@ def test_a_models_gradients_are_as_good_as_by_the_recipe_of_torchao(dev, monkeyp
     def error(of: np.ndarray) -> float:
         return float(np.linalg.norm(of - exact) / np.linalg.norm(exact))
 
-    monkeypatch.setattr(fp8.Fp8, "quantize_views", lambda self, acts, rows: None)
+    monkeypatch.setattr(fp8, "quantize_views", lambda acts, model, rows: None)
     monkeypatch.setattr(fp8, "out_of_place", lambda tables, kind, config, rows: tables)
     by_products, _ = gradients("fp8", config)
     # For the CPU see test_fp8.EXACT_DEVICES. Elsewhere only the order in which GELU's bias' gradient is added up

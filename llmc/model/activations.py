@@ -100,8 +100,7 @@ class Activations:
         for a, g in zip(acts.layer, grads.layer, strict=True):
             vars(a).update(vars(g))
             a.attention = Flash(a.lse) if self.attention == "flash" else Matrices(a.qkvr, a.att, relu)
-        if model.fp8:
-            model.fp8.quantize_views(acts, sizes["B"] * sizes["T"])
+        fp8.quantize_views(acts, model, sizes["B"] * sizes["T"])
         group_norms(acts)
         model.group_activations(acts, config)
         return acts

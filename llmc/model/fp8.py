@@ -40,23 +40,18 @@ MIN_GAIN, WITHOUT_PRODUCERS = 80, 1.35
 
 
 class Fp8:
-    """The quantized weights of a model in fp8.
+    """The quantized weights of a model in fp8. They stand in the views of its parameters and gradients: a
+    QuantizedWeight and its WeightGradient in the place of each quantized matrix, or, without gradients, a WeightOnly.
 
     memory    bytes: q, q_T and scales of all quantized matrices; q and one scale in a model for inference
-    weights   all QuantizedWeights. Empty in a model for inference
+    weights   all QuantizedWeights
     """
 
-    def __init__(self, model: Any, inference: bool):
+    def __init__(self, model: Any):
+        kind, config, inference = type(model), model.config, model.grads is None
         load_layers()
-        kind, config = type(model), model.config
-        self.model, self.weights = model, []
         self.memory = device.empty((quantized_bytes(kind, config, inference),), np.uint8)
-        self.place_weights(model.params, model.grads)
-        device.reserve({"dequantized weight": dequantized_bytes(kind, config) * inference})
-
-    def place_weights(self, params: SimpleNamespace, grads: SimpleNamespace | None) -> None:
-        """Puts a QuantizedWeight and its WeightGradient in the place of each quantized matrix in the views of a model's
-        parameters and gradients; or, without gradients, a WeightOnly."""
+        self.weights: list[QuantizedWeight] = []
         end = 0
 
         def room(*shape: int, dtype=np.uint8):
@@ -67,14 +62,14 @@ class Fp8:
         def floats(count: int):
             return room(4, dtype=np.float32)[:count]
 
-        for name, (OC, C) in quantized_matrices(type(self.model), self.model.config).items():
-            previous_amax = floats(1) if grads else None
-            for l, p in enumerate(params.layer):
+        for name, (OC, C) in quantized_matrices(kind, config).items():
+            previous_amax = None if inference else floats(1)
+            for l, p in enumerate(model.params.layer):
                 q, scale = room(OC, C), floats(1)
-                if not grads:
+                if inference:
                     setattr(p, name, WeightOnly(q, scale))
                     continue
-                where, g = f"{name} of layer {l}", grads.layer[l]
+                where, g = f"{name} of layer {l}", model.grads.layer[l]
                 weight = QuantizedWeight(
                     getattr(p, name), Quantized(q, room(C, OC), Scale(f"weight {where}", scale)),
                     # In a layer that is run again, inputs have the scales of forward. So the guess is the last scale.
@@ -84,25 +79,27 @@ class Fp8:
                 setattr(p, name, weight)
                 setattr(g, name, WeightGradient(getattr(g, name), weight))
                 self.weights.append(weight)
+        device.reserve({"dequantized weight": dequantized_bytes(kind, config) * inference})
 
     def mark_stale(self) -> None:
         """Says that the weights have changed, so the next forward pass must quantize them."""
         for weight in self.weights:
             weight.stale = True
 
-    def quantize_views(self, acts: SimpleNamespace, rows: int) -> None:
-        """Puts a Quantized view in the place of each activation and gradient of `rows` positions that only quantized
-        products read, in each layer."""
-        if rows % MULTIPLE:
-            return
-        for name, (inp, dout) in linear(type(self.model), self.model.config).items():
-            for a, g in zip(acts.layer, self.model.grads.layer, strict=True):
-                weight = getattr(g, name).weight
-                for view, scale in (
-                    (inp, weight.input_scale), (f"{inp}_recomputed", weight.input_scale), (dout, weight.grad_scale)
-                ):  # fmt: skip
-                    if hasattr(a, str(view)):
-                        setattr(a, view, quantized_view(getattr(a, view), scale))
+
+def quantize_views(acts: SimpleNamespace, model: Any, rows: int) -> None:
+    """Puts a Quantized view in the place of each activation and gradient of `rows` positions that only quantized
+    products read, in each layer."""
+    if rows % MULTIPLE:
+        return
+    for name, (inp, dout) in linear(type(model), model.config).items():
+        for a, g in zip(acts.layer, model.grads.layer, strict=True):
+            weight = getattr(g, name).weight
+            for view, scale in (
+                (inp, weight.input_scale), (f"{inp}_recomputed", weight.input_scale), (dout, weight.grad_scale)
+            ):  # fmt: skip
+                if hasattr(a, str(view)):
+                    setattr(a, view, quantized_view(getattr(a, view), scale))
 
 
 def in_bf16(model: Any) -> Any:

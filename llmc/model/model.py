@@ -64,7 +64,7 @@ class Model:
         quantized = quantized_matrices(type(self), config)  # a model for inference has no others of these
         self.params_memory, self.params = self.allocate(device.floatX, quantized if inference else ())
         self.grads_memory, self.grads = (None, None) if inference else self.allocate(np.float32)
-        self.fp8 = Fp8(self, inference) if quantized else None
+        self.fp8 = Fp8(self) if quantized else None
 
     def allocate(self, dtype: np.dtype, absent: Iterable[str] = ()) -> tuple:
         """A buffer with a number for each parameter that is not absent, and the tensors in it."""
@@ -100,8 +100,6 @@ class Model:
         """Says that the parameters have changed: the next forward pass makes anew what passes keep of them."""
         if self.fp8:
             self.fp8.mark_stale()
-
-    # What a kind of model says of itself
 
     @staticmethod
     def group_parameters(tensors: SimpleNamespace, config: Config) -> None:
