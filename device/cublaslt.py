@@ -39,9 +39,9 @@ PREFERRED_WORKSPACE, PREFERRED_REDUCTIONS, PREFERRED_ALIGNMENTS = 1, 3, (5, 6, 7
 REDUCTION_IN_FP32 = 2
 ALGORITHM_PARTS = 2
 
-MOST_ALGORITHMS = 8
+MAX_ALGORITHMS = 8
 COMPARED = 1 << 20  # words of 16 bits of a result
-ENOUGH = {BF16: 1 << 20, np.dtype(np.float32): 1 << 14}  # numbers of a result that show whether two algorithms agree
+MIN_COMPARED = {BF16: 1 << 20, np.dtype(np.float32): 1 << 14}  # so many numbers show whether two algorithms agree
 
 
 class Algorithm(ctypes.Structure):
@@ -100,7 +100,7 @@ class CublasLt:
                 ctypes.byref(algorithm), scratch, c_size_t(algorithm.workspace), c_void_p(stream.ptr),
             )  # fmt: skip
 
-        enough = a.dtype != np.float32 and m * n >= ENOUGH[c.dtype]
+        enough = a.dtype != np.float32 and m * n >= MIN_COMPARED[c.dtype]
         if not plan.timed and enough and beta == 0.0 and not capturing:  # c may be written several times
             if bias is not None:
                 random = self.cupy.asarray(to_bf16(np.random.default_rng(0).standard_normal(n)))
@@ -140,10 +140,10 @@ class CublasLt:
         for which, value in preferred.items():
             size = c_size_t(ctypes.sizeof(value))
             self.call("MatmulPreferenceSetAttribute", preference, which, ctypes.byref(value), size)
-        found, count = (Algorithm * MOST_ALGORITHMS)(), c_int()
+        found, count = (Algorithm * MAX_ALGORITHMS)(), c_int()
         matrices = (*layouts, layouts[-1])
         self.call(
-            "MatmulAlgoGetHeuristic", self.handle, description, *matrices, preference, MOST_ALGORITHMS, found,
+            "MatmulAlgoGetHeuristic", self.handle, description, *matrices, preference, MAX_ALGORITHMS, found,
             ctypes.byref(count),
         )  # fmt: skip
         self.call("MatmulPreferenceDestroy", preference)

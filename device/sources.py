@@ -44,6 +44,14 @@ class Source:
         else:
             kernel(grid, block, args, shared_mem)
 
+    def constant(self, name: str) -> int:
+        """A number that this file, or one that it includes, defines by `constexpr int`."""
+        return constants_of(self.path)[name]
+
+    def blocks_at_once(self, kernel: str) -> int:
+        """How many blocks of a kernel a multiprocessor can run at once: the second number of its __launch_bounds__."""
+        return blocks_at_once(self.path, kernel)
+
     @property
     def warp_size(self) -> int:
         """Lanes in a warp of this file's kernels: 32 on CUDA, 1 on the CPU. With LLMC_CPU_WARP=32, or if the file
@@ -102,6 +110,20 @@ def architecture_of(path: Path) -> str:
     instructions that no other GPU knows. Empty for a file that is for all GPUs."""
     found = re.search(r"^#define ARCHITECTURE (\w+)", path.read_text(), re.MULTILINE)
     return found[1] if found else ""
+
+
+@functools.cache
+def constants_of(path: Path) -> dict[str, int]:
+    """The numbers that a .cu file, or one that it includes, defines by `constexpr int`."""
+    definitions = re.findall(r"^constexpr int ([^;]*);", cuda_source(path), re.MULTILINE)
+    pairs = (re.fullmatch(r"(\w+) = (\d+)", one.strip()) for line in definitions for one in line.split(","))
+    return {found[1]: int(found[2]) for found in pairs if found}
+
+
+@functools.cache
+def blocks_at_once(path: Path, kernel: str) -> int:
+    """Source.blocks_at_once."""
+    return int(re.search(rf"__launch_bounds__\(\d+, (\d+)\)\s+{kernel}\b", path.read_text())[1])
 
 
 @functools.cache

@@ -43,7 +43,7 @@ from dev.microscope.report import columns, lines_of, race_lines
 from dev.microscope.watch import FILES, SECTOR, Watched, use_microscope, watch_kernel
 from device.errors import UserError
 from doc.rungs import TOPICS, Rung, Topic
-from kernels.reduce import MOST_PARTIALS
+from kernels.reduce import MAX_PARTIALS
 from llmc.files.files import replacing
 from llmc.run.arguments import Parser
 from llmc.run.program import run_program
@@ -91,7 +91,7 @@ def lacks(name: str, rung: Rung) -> str:
 
 def shapes_of(text: str, size: SimpleNamespace) -> dict[str, tuple[int, ...]]:
     pairs = [word.split("=") for word in text.split()]
-    return {name: tuple(int(eval(part, {"P": MOST_PARTIALS}, vars(size))) for part in shape.split(","))
+    return {name: tuple(int(eval(part, {"P": MAX_PARTIALS}, vars(size))) for part in shape.split(","))
             for name, shape in pairs}  # fmt: skip
 
 

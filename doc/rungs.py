@@ -17,7 +17,7 @@ from kernels.flash_attention import flash_attention_backward, flash_attention_fo
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import layernorm_backward, layernorm_forward
 from kernels.matmul import transpose
-from kernels.reduce import MOST_PARTIALS, add_partials, column_sum, rows_per_chunk
+from kernels.reduce import MAX_PARTIALS, add_partials, column_sum, rows_per_chunk
 from llmc.data.dataloader import sort_by_token
 
 import numpy as np
@@ -186,7 +186,7 @@ def warp_a_row(cu: device.Source, a: SimpleNamespace) -> None:
 
 
 def one_pass(cu: device.Source, a: SimpleNamespace) -> None:
-    blocks = min(MOST_PARTIALS, a.N)
+    blocks = min(MAX_PARTIALS, a.N)
     cu.launch(
         "one_pass_kernel", (blocks,), (256,), (a.dinp, a.scratch, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C)
     )

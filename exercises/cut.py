@@ -291,7 +291,7 @@ return 0.0f;"""),
 // 1 - beta2^t. Correct that first. A step goes against m. Its unit is the root of v, and eps is added to the root. lr
 // scales the step. Weight decay is a term of its own: the parameter loses the share lr * weight_decay.
 """,
-        parts=("LARGEST", "split", "join", "load_master", "store_master", "adamw_kernel"),
+        parts=("MAX_GRADIENT", "split", "join", "load_master", "store_master", "adamw_kernel"),
     ),
     Exercise(
         "tensor_cores",

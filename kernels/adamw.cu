@@ -8,7 +8,7 @@
 // copy, `low`. v is never negative, and its sign bit says whether the parameter was rounded up.
 #include "common.cuh"
 
-constexpr float LARGEST = 1.8446743e19f;  // its square is just finite
+constexpr float MAX_GRADIENT = 1.8446743e19f;  // its square is just finite
 
 // Takes a master copy apart, and puts it together again. A NaN stays a NaN, with other bits. Signs are set as bits,
 // because a float operation may flush subnormal numbers to 0, and need not keep the sign of 0.
@@ -73,7 +73,7 @@ extern "C" __global__ void adamw_kernel(floatX* params, bf16* low, const float* 
         Floats p = load_master(memory, params + i, low + i, v4, left);
         const Floats g = memory.load_floats(grads + i, left);
         for (int k = 0; k < FLOATS; k++) {
-            if (!(fabsf(scale * g.x[k]) < LARGEST)) {
+            if (!(fabsf(scale * g.x[k]) < MAX_GRADIENT)) {
                 norm[3] = 1.0f;
                 return;
             }

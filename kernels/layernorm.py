@@ -9,7 +9,7 @@ from device import ceil_div
 from kernels.dispatch import dispatched
 from kernels.norm import forward_blocks
 from kernels.parallel_residual import recompute_norm
-from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
+from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def layernorm_backward(dinp, dnorm, dout, inp, norm, stats, B: int, T: int, C: i
     warps = max(1, min(warps, (device.shared_memory - 1024) // row_bytes))  # static shared memory: 384 bytes
     # Four blocks a multiprocessor, so that some compute while others wait for memory. With two an H200 took 6% longer,
     # with eight as long.
-    chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors, MOST_PARTIALS)
+    chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors, MAX_PARTIALS)
     partials = partials_of(chunks * 3 * C)
     cu.launch(
         "layernorm_backward_kernel",

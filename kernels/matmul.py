@@ -8,7 +8,7 @@ from kernels.reduce import column_sum
 
 cu = device.source(__file__)
 
-MANY_OUTPUTS = 16384  # from so many on, matvec uses 8 lanes for an output
+MIN_OUTPUTS_FOR_8_LANES = 16384  # from so many on, matvec uses 8 lanes for an output
 
 
 @dispatched("weight")
@@ -41,7 +41,7 @@ def matvec_block(cu: Source, C: int, OC: int, few: int) -> tuple[int, int]:
     warps = min(4, C // (4 * 32 * cu.width)) if OC < few else 1  # with four vectors a thread or more
     if warps > 1:
         return cu.block(32 * warps), 1
-    return (min(cu.warp_size, 8), 8) if OC >= MANY_OUTPUTS else (cu.warp_size, 4)
+    return (min(cu.warp_size, 8), 8) if OC >= MIN_OUTPUTS_FOR_8_LANES else (cu.warp_size, 4)
 
 
 def transposes() -> bool:
@@ -58,14 +58,14 @@ def transposes() -> bool:
 # For the input's gradient we would transpose the weight. The cost grows with the weight; the gain also grows with the
 # rows. With 2048 rows a step of GPT-2 124M takes an H200 1.2% less if it transposes weights, of 288 to 1152 numbers for
 # each row. A step of Qwen3-0.6B, with 1024 to 2048, takes 1.2% more. So a weight is transposed only if it has fewer
-# than MOST_WEIGHTS_A_ROW numbers for each row.
+# than MAX_WEIGHTS_PER_ROW numbers for each row.
 ROWS_WORTH_TRANSPOSING = 1024
-MOST_WEIGHTS_A_ROW = 1280
+MAX_WEIGHTS_PER_ROW = 1280
 
 
 def weight_is_transposed(N: int, C: int, OC: int) -> bool:
     """Whether matmul_backward_inp transposes a weight (OC,C) for N rows."""
-    return transposes() and N >= ROWS_WORTH_TRANSPOSING and C * OC < MOST_WEIGHTS_A_ROW * N
+    return transposes() and N >= ROWS_WORTH_TRANSPOSING and C * OC < MAX_WEIGHTS_PER_ROW * N
 
 
 @dispatched("weight")

@@ -29,7 +29,7 @@ extern "C" __global__ void PROGRAMMATIC parallel_residual_dropout_forward_kernel
                  {out1, weight1, shift1}, eps, N, C, random);
 }
 
-// A block takes `rows` rows at once, at most MOST_ROWS, then advances by gridDim.x * rows. Each thread takes vectors of
+// A block takes `rows` rows at once, at most MAX_ROWS, then advances by gridDim.x * rows. Each thread takes vectors of
 // columns. It leaves g and n in shared memory while the block sums up g and g * n of each row, and then finishes the
 // same columns. The kernel adds to dinp (N,C).
 //
@@ -39,14 +39,14 @@ extern "C" __global__ void PROGRAMMATIC parallel_residual_dropout_forward_kernel
 //
 // Shared memory: 2 * rows rows of C floats, rounded up to a multiple of WIDTH, and S such rows to keep the sums.
 // In bf16 a thread has twice as many numbers, and blocks have half as many threads.
-constexpr int MOST_ROWS = 4, MOST_THREADS = 2048 / WIDTH;
+constexpr int MAX_ROWS = 4, MAX_THREADS = 2048 / WIDTH;
 
 __device__ inline void backward_rows(floatX* dinp, floatX* dproj0, floatX* dproj1, float* partials,
                                      const floatX* dout0, const floatX* dout1, const floatX* inp,
                                      const floatX* weight0, const floatX* weight1, const float* mean,
                                      const float* rstd, int N, int C, int S, int rows, int keep,
                                      const int* random = nullptr, int site0 = -1, int site1 = -1) {
-    __shared__ float of_warp[2][MOST_THREADS / WARP_SIZE][MOST_ROWS], mean_g[MOST_ROWS], mean_gn[MOST_ROWS];
+    __shared__ float of_warp[2][MAX_THREADS / WARP_SIZE][MAX_ROWS], mean_g[MAX_ROWS], mean_gn[MAX_ROWS];
     DYNAMIC_SHARED(float, rows_g);
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
     const int width = WIDTH * ceil_div(C, WIDTH), step = WIDTH * blockDim.x;
@@ -67,12 +67,12 @@ __device__ inline void backward_rows(floatX* dinp, floatX* dproj0, floatX* dproj
                 memory.store(sums + row * C + i, sum, C - i);
             };
 
-            float sum_g[MOST_ROWS] = {}, sum_gn[MOST_ROWS] = {};
+            float sum_g[MAX_ROWS] = {}, sum_gn[MAX_ROWS] = {};
             for (int i = WIDTH * threadIdx.x; i < C; i += step) {
                 const Vec w0 = memory.load(weight0 + i, C - i), w1 = untied ? memory.load(weight1 + i, C - i) : Vec();
-                Vec d0[MOST_ROWS] = {}, d1[MOST_ROWS] = {}, n[MOST_ROWS] = {};
+                Vec d0[MAX_ROWS] = {}, d1[MAX_ROWS] = {}, n[MAX_ROWS] = {};
 #pragma unroll
-                for (int r = 0; r < MOST_ROWS; r++) {
+                for (int r = 0; r < MAX_ROWS; r++) {
                     if (r >= count) continue;
                     d0[r] = memory.load(dout0 + start + (size_t)r * C + i, C - i);
                     if (untied) d1[r] = memory.load(dout1 + start + (size_t)r * C + i, C - i);
@@ -80,7 +80,7 @@ __device__ inline void backward_rows(floatX* dinp, floatX* dproj0, floatX* dproj
                 }
                 Vec sum_d0 = {}, sum_d0n = {}, sum_d1 = {}, sum_d1n = {};
 #pragma unroll
-                for (int r = 0; r < MOST_ROWS; r++) {
+                for (int r = 0; r < MAX_ROWS; r++) {
                     if (r >= count) continue;
                     const float m = centred ? mean[begin + r] : 0.0f, s = rstd[begin + r];
                     Vec g;
@@ -102,16 +102,16 @@ __device__ inline void backward_rows(floatX* dinp, floatX* dproj0, floatX* dproj
                 if (untied) add_to_sum(of_dout1, i, sum_d1n);
                 if (untied && centred) add_to_sum(of_dout1 + 1, i, sum_d1);
             }
-            Vec dx[MOST_ROWS];
+            Vec dx[MAX_ROWS];
             auto load_dx = [&](int i) {
 #pragma unroll
-                for (int r = 0; r < MOST_ROWS; r++) {
+                for (int r = 0; r < MAX_ROWS; r++) {
                     if (r < count && i < C) dx[r] = memory.load(dinp + start + (size_t)r * C + i, C - i);
                 }
             };
             load_dx(WIDTH * threadIdx.x);  // loads while the block sums up
 #pragma unroll
-            for (int r = 0; r < MOST_ROWS; r++) {
+            for (int r = 0; r < MAX_ROWS; r++) {
                 const float warp_g = warp_sum(sum_g[r]), warp_gn = warp_sum(sum_gn[r]);
                 if (lane == 0) of_warp[0][warp][r] = warp_g, of_warp[1][warp][r] = warp_gn;
             }
@@ -127,7 +127,7 @@ __device__ inline void backward_rows(floatX* dinp, floatX* dproj0, floatX* dproj
             for (int i = WIDTH * threadIdx.x; i < C; i += step) {
                 Vec sum0 = {}, sum1 = {};
 #pragma unroll
-                for (int r = 0; r < MOST_ROWS; r++) {
+                for (int r = 0; r < MAX_ROWS; r++) {
                     if (r >= count) continue;
                     const size_t at = start + (size_t)r * C + i;
                     const Vec g = Aligned::load(rows_g + r * width + i, WIDTH);
@@ -161,7 +161,7 @@ __device__ inline void backward_rows(floatX* dinp, floatX* dproj0, floatX* dproj
     });
 }
 
-extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_backward_kernel(
+extern "C" __global__ void __launch_bounds__(MAX_THREADS) parallel_residual_backward_kernel(
     floatX* __restrict__ dinp, SETS float* __restrict__ partials, const floatX* __restrict__ dout0,
     const floatX* __restrict__ dout1, const floatX* __restrict__ inp, const floatX* __restrict__ weight0,
     const floatX* __restrict__ weight1, const float* __restrict__ mean, const float* __restrict__ rstd,
@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_bac
 }
 
 // Also sets dproj0 and dproj1 (N,C), if they are given.
-extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_dropout_backward_kernel(
+extern "C" __global__ void __launch_bounds__(MAX_THREADS) parallel_residual_dropout_backward_kernel(
     floatX* __restrict__ dinp, floatX* __restrict__ dproj0, floatX* __restrict__ dproj1,
     SETS float* __restrict__ partials, const floatX* __restrict__ dout0, const floatX* __restrict__ dout1,
     const floatX* __restrict__ inp, const floatX* __restrict__ weight0, const floatX* __restrict__ weight1,

@@ -7,7 +7,7 @@ from device import ceil_div
 from kernels.dropout import Dropout
 from kernels.matmul import as_stored, tile_grid
 from kernels.norm import forward_blocks
-from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
+from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
 import numpy as np
 
@@ -75,7 +75,7 @@ def parallel_residual_backward(
     keep = room >= (S + 2) * row_bytes
     rows = max(1, min(4, (room - S * row_bytes * keep) // (2 * row_bytes)))
     groups = ceil_div(B * T, rows)
-    chunks = min(groups, blocks * device.multiprocessors, MOST_PARTIALS)
+    chunks = min(groups, blocks * device.multiprocessors, MAX_PARTIALS)
     chunks = ceil_div(groups, ceil_div(groups, chunks))  # fewer partial sums; no block has more groups
     block, shared_mem = cu.block(threads), (2 * rows + S * keep) * row_bytes
     partials = partials_of(chunks * S * C)

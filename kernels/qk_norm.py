@@ -4,7 +4,7 @@ import device
 from device import ceil_div
 from device.sources import Source
 from kernels.dispatch import dispatched
-from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
+from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
 import numpy as np
 
@@ -39,7 +39,7 @@ def qk_norm_backward(
     if device.address(dinp) != device.address(dout):
         raise ValueError("qk_norm_backward works in place: dinp must be dout's memory")
     at_once = max(1, min(2 * cu.width, device.shared_memory // sums_bytes(cu, HS)))  # heads of a block of 256 threads
-    chunks = min(ceil_div(B * T * (NH + NKV), at_once), 4 * device.multiprocessors, MOST_PARTIALS)
+    chunks = min(ceil_div(B * T * (NH + NKV), at_once), 4 * device.multiprocessors, MAX_PARTIALS)
     partials = partials_of(chunks * 2 * HS)
     args = dout, partials, inp, *weights, rstd, table, B * T, T, NH, NKV, HS
     shared_mem = at_once * sums_bytes(cu, HS)

@@ -7,7 +7,7 @@ import numpy as np
 
 cu = device.source(__file__)
 
-MOST_PARTIALS = 512  # partial sums of a column at most
+MAX_PARTIALS = 512  # partial sums of a column at most
 SQUARES = 1024       # partial sums of a norm at most
 
 
@@ -45,7 +45,7 @@ def partials_of(count: int):
 
 def column_sum(out, inp, N: int, C: int) -> None:
     """out (C) += the sum of the rows of inp (N,C)."""
-    if N <= MOST_PARTIALS and device.floatX != device.BF16:  # so few rows serve as partial sums
+    if N <= MAX_PARTIALS and device.floatX != device.BF16:  # so few rows serve as partial sums
         add_partials([out], inp, N, C)
         return
     # On an H200 128 and 256 threads take as long, 32 7% longer.

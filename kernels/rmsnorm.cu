@@ -21,13 +21,13 @@ extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(
 // time they are in the first-level cache. The kernel adds to dinp (N,C). It writes the columns' sums of dout * n to
 // partials (gridDim.x, C). Until the last row is done each group keeps its sums in shared memory (groups, C); or, if
 // that is too small (keep = 0), the only group keeps them in partials.
-constexpr int AT_ONCE = 2, MOST_THREADS = 512;
+constexpr int AT_ONCE = 2, MAX_THREADS = 512;
 
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
 rmsnorm_backward_kernel(floatX* __restrict__ dinp, SETS float* __restrict__ partials,
                         const floatX* __restrict__ dout, const floatX* __restrict__ inp,
                         const floatX* __restrict__ weight, const float* __restrict__ rstd, int N, int C, int keep) {
-    __shared__ float of_warp[2][AT_ONCE][MOST_THREADS / WARP_SIZE];
+    __shared__ float of_warp[2][AT_ONCE][MAX_THREADS / WARP_SIZE];
     DYNAMIC_SHARED(float, of_group);
     const int lane = threadIdx.x % WARP_SIZE, warps = blockDim.x / WARP_SIZE;  // of a row
     const int first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x, stride = gridDim.x * blockDim.y * AT_ONCE;

@@ -5,7 +5,7 @@ from device import ceil_div
 from kernels.dispatch import dispatched
 from kernels.norm import forward_blocks
 from kernels.parallel_residual import recompute_norm
-from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
+from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
 import numpy as np
 
@@ -40,13 +40,13 @@ def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B: int, T: int, C: 
     The new dinp is also the gradient of what forward added in front. dout (B,T,C) is the gradient of the output, inp
     the input, rstd what forward set.
     """
-    # A thread has one vector of a row, if MOST_THREADS of rmsnorm.cu allow that. A block has as many groups as make 256
+    # A thread has one vector of a row, if MAX_THREADS of rmsnorm.cu allow that. A block has as many groups as make 256
     # threads, so that there are fewer partial sums. 512 threads share a multiprocessor: each needs some 110 registers.
     threads = min(512, 32 * ceil_div(C, 32 * cu.width))
     groups = cu.block(max(1, 256 // threads))
     keep = 4 * groups * C <= device.shared_memory - 4096
     groups = groups if keep else 1
-    chunks = min(ceil_div(B * T, 2 * groups), 512 // (threads * groups) * device.multiprocessors, MOST_PARTIALS)
+    chunks = min(ceil_div(B * T, 2 * groups), 512 // (threads * groups) * device.multiprocessors, MAX_PARTIALS)
     partials = partials_of(chunks * C)
     cu.launch(
         "rmsnorm_backward_kernel",

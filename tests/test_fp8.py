@@ -492,7 +492,7 @@ def test_a_product_of_extreme_scales_overflows_or_vanishes_without_a_word(dev, e
 
 
 @pytest.mark.parametrize("B, C, OC", [
-    (1, 16, 16), (1, 112, 50), (1, 4096, 3), (1, 48, matmul.MANY_OUTPUTS + 3), (3, 80, 272), (33, 128, 16),
+    (1, 16, 16), (1, 112, 50), (1, 4096, 3), (1, 48, matmul.MIN_OUTPUTS_FOR_8_LANES + 3), (3, 80, 272), (33, 128, 16),
 ])  # fmt: skip
 def test_a_product_of_a_weight_that_is_only_quantized_takes_its_numbers_and_the_input_as_it_is(dev, rng, B, C, OC):
     q, scale, wide = random_quantized(dev, rng, OC, C)

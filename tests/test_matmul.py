@@ -1,7 +1,7 @@
 """matmul.py and matmul.cu: linear layers against PyTorch's."""
 
 from kernels.matmul import (
-    MANY_OUTPUTS,
+    MIN_OUTPUTS_FOR_8_LANES,
     ROWS_WORTH_TRANSPOSING,
     matmul_backward_bias,
     matmul_backward_inp,
@@ -66,7 +66,7 @@ def test_matmul_forward_multiplies_and_adds_the_bias_where_there_is_one(product_
 @example(C=768, OC=50)
 @example(C=11, OC=7)
 @example(C=5000, OC=3)  # several warps an output
-@example(C=19, OC=MANY_OUTPUTS + 3)  # several outputs a warp
+@example(C=19, OC=MIN_OUTPUTS_FOR_8_LANES + 3)  # several outputs a warp
 def test_matvec_multiplies_a_single_row_and_adds_the_bias_where_there_is_one(dev, C, OC):
     inp, weight, bias, _ = make(1, 1, C, OC)
     for b in (bias, None):

@@ -122,7 +122,7 @@ def test_a_model_that_does_not_fit_is_told_which_flags_would_make_it_fit(dev, mo
     config, attention = ONE_OF_EACH[0]
     sizes = {flags: sum(training_sizes(GPT2, config, Plan(8, 32, attention, **changes)).values())
              for flags, changes in memory.SAVING.items()}  # fmt: skip
-    monkeypatch.setattr(memory, "BESIDE", 0)
+    monkeypatch.setattr(memory, "RESERVE", 0)
     for name in "empty", "asarray":
         monkeypatch.setattr(dev.current.device, name, lambda *_: pytest.fail("allocated"))
     monkeypatch.setattr(dev.current.device, "memory", lambda: (sizes["--recompute"], 64 * GIB))
@@ -138,7 +138,7 @@ def test_on_a_gpu_what_would_fit_leaves_room_for_kernels_and_goes_with_what_the_
     config, attention = ONE_OF_EACH[0]
     state = sum(memory.state_sizes(config, None).values())
     fitting = sum(training_sizes(GPT2, config, Plan(2, 32, attention, offload=True)).values())
-    monkeypatch.setattr(device.current.device, "memory", lambda: (fitting + memory.BESIDE, 64 * GIB), raising=False)
+    monkeypatch.setattr(device.current.device, "memory", lambda: (fitting + memory.RESERVE, 64 * GIB), raising=False)
     monkeypatch.setattr(device.current.device, "kind", "cuda", raising=False)
     for free, named in (state, True), (state - 1, False):
         monkeypatch.setattr(memory, "free_memory", lambda free=free: free)

@@ -9,11 +9,15 @@ from itertools import cycle
 
 import device
 from dev.microscope.launches import LAUNCHES
+from device import to_bf16
+from device.fp8 import from_e4m3
 from kernels.cached_attention import Cached, cached_attention_forward
+from kernels.fp8.quantized import Quantized
 from oracle import normal, to_numpy
 
 import numpy as np
 import pytest
+from test_fp8 import dev as fp8_dev  # noqa: F401  a fixture
 
 NANS = {"nan of a GPU": 0x7FFFFFFF, "quiet nan": 0x7FC00000, "negative nan": 0xFFFFFFFF}
 INFINITIES = {"inf": 0x7F800000, "-inf": 0xFF800000}
@@ -79,6 +83,53 @@ def test_what_is_not_finite_is_handed_on(product_dev, name, rng):
             assert changed <= outputs, f"{nan} in {array}[{at}] changes {changed} and spoils {outputs}"
         # An infinity may rightly come to nothing, as where the weight of a score of -inf is 0.
         assert any(changed & outputs for *_, outputs, changed in elements), array
+
+
+QUANTIZE = [name for name, launch in LAUNCHES.items() if "fp8" in name or name == "quantize"]
+
+
+def dequantized(call) -> dict[str, np.ndarray]:
+    """What a call of a launcher of kernels/fp8/ has written, by name: float arrays, and quantized ones times their
+    scales."""
+    call()
+    found = {}
+    for name, value in call.arguments.items():
+        if isinstance(value, Quantized):
+            scale = device.to_host(value.scale.scale)[0]
+            for each in "q", "q_T":
+                found[f"{name}.{each}"] = from_e4m3(device.to_host(getattr(value, each))) * scale
+    return found | {name: device.to_floats(array) for name, array in call.arrays.items()}
+
+
+def dequantized_after(call, array: str, at: int, value: float) -> dict[str, np.ndarray]:
+    """The same, where an array has this value at one place."""
+    for each, content in call.before.items():
+        values = device.to_floats(content).copy()
+        if each == array:
+            values.reshape(-1)[at] = value
+        device.copy_in(call.arrays[each], to_bf16(values) if content.dtype == device.BF16 else values)
+    return dequantized(call)
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_what_is_not_finite_is_seen_in_a_quantized_result(fp8_dev, name, rng):  # noqa: F811
+    """If a finite number at a place changes a result, a NaN there spoils it. So does an infinity, if the result's scale
+    is computed here: by a known scale, which is NaN in a model, it would be clipped."""
+    device.use_precision("bf16")
+    call, seen = LAUNCHES[name].prepare(LAUNCHES[name].sizes), set()
+    call.before = {each: device.to_host(value).copy() for each, value in call.arrays.items()}
+    for array, content in call.before.items():
+        for at in rng.integers(content.size, size=ELEMENTS):
+            usual = dequantized_after(call, array, at, device.to_floats(content).reshape(-1)[at])
+            other = dequantized_after(call, array, at, 30.0)
+            changed = {each for each in other if each != array and not np.array_equal(other[each], usual[each])}
+            scaled = {each for each in changed if each.endswith(".q")}
+            for value, expected in (np.nan, changed), (np.inf, scaled):
+                results = dequantized_after(call, array, at, value).items()
+                spoiled = {each for each, values in results if not np.isfinite(values).all()}
+                assert expected <= spoiled, (array, at, value)
+            seen |= changed
+    assert seen
 
 
 @pytest.mark.parametrize("splits", [1, 3])

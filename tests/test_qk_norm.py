@@ -1,7 +1,7 @@
 """qk_norm.cu against PyTorch's rms_norm and rotations of complex numbers."""
 
 from kernels.qk_norm import qk_norm_backward, qk_norm_forward
-from kernels.reduce import MOST_PARTIALS
+from kernels.reduce import MAX_PARTIALS
 from kernels.rope import rope_table
 from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, normal, to_numpy
 
@@ -101,7 +101,7 @@ def test_qk_norm_backward_is_the_gradient_and_adds_to_the_weights(dev, B, T, NKV
 
 def test_qk_norm_backward_gives_a_warp_many_heads(dev):
     T = 700 * dev.width() // 4
-    assert 3 * T * 3 > 2 * dev.width() * MOST_PARTIALS
+    assert 3 * T * 3 > 2 * dev.width() * MAX_PARTIALS
     check_backward(dev, 3, T, 1, 2, 6)
 
 

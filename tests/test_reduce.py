@@ -21,7 +21,7 @@ def dev(each_type):
 @example(N=64, C=64)
 @example(N=7, C=5)
 @example(N=129, C=300)
-@example(N=16391, C=3)  # more rows than MOST_PARTIALS chunks of the least size hold
+@example(N=16391, C=3)  # more rows than MAX_PARTIALS chunks of the least size hold
 def test_column_sum_adds_the_sum_of_the_rows(dev, N, C):
     rng = np.random.default_rng([N, C])
     inp, before = abs(normal(rng, N, C)), abs(normal(rng, C))

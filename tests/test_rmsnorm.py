@@ -1,6 +1,6 @@
 """rmsnorm.cu against PyTorch's rms_norm, with the residual connection in front of it."""
 
-from kernels.reduce import MOST_PARTIALS
+from kernels.reduce import MAX_PARTIALS
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_recompute
 from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, normal
 
@@ -114,7 +114,7 @@ def test_rmsnorm_backward_adds_to_the_residual_gradient_and_to_the_weights(dev, 
 
 @pytest.mark.parametrize("T, C", [(1501, 5), (1500, 8)])
 def test_rmsnorm_backward_gives_a_block_more_rows_than_it_takes_at_once(dev, T, C):
-    assert 3 * T > 4 * MOST_PARTIALS
+    assert 3 * T > 4 * MAX_PARTIALS
     check_backward(dev, 3, T, C)
 
 
@@ -122,7 +122,7 @@ def test_rmsnorm_backward_gives_a_block_more_rows_than_it_takes_at_once(dev, T, 
 def test_rmsnorm_backward_keeps_its_sums_elsewhere_where_shared_memory_is_too_small(
     dev, columns_that_fit, launches, too_many
 ):  # fmt: skip
-    """C: more than MOST_THREADS threads take at once. T: on the CPU a block takes rows twice."""
+    """C: more than MAX_THREADS threads take at once. T: on the CPU a block takes rows twice."""
     C = columns_that_fit(1, 4096, few=2064) + too_many
     check_backward(dev, 1, 9, C)
     assert launches["rmsnorm_backward_kernel"]["keep"] == (not too_many)

@@ -46,11 +46,11 @@ KINDS = {
 }  # fmt: skip
 LEAST = 4096               # tokens for validation, or a tenth of all
 LEARNED = 1 << 30          # bytes of text that a vocabulary is learned from, at most, about
-MOST_CHARACTERS = 400_000  # in a document: what tiktoken is sure to split, even if all of it is white space
+MAX_CHARACTERS = 400_000  # in a document: what tiktoken is sure to split, even if all of it is white space
 
 File = tuple[str, str, int, int]  # path, kind, size in bytes, time of the last change in ns
 share = limited(number, ((lambda x: 0 < x < 1), "be above 0 and below 1"))
-characters = limited(whole_number, ((lambda n: 100 <= n <= MOST_CHARACTERS), f"be from 100 to {MOST_CHARACTERS}"))
+characters = limited(whole_number, ((lambda n: 100 <= n <= MAX_CHARACTERS), f"be from 100 to {MAX_CHARACTERS}"))
 vocabulary = limited(whole_number, ((lambda n: 257 <= n < MOST_TOKENS), f"be from 257 to {MOST_TOKENS - 1}"))
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTOR, BANKS, LANES = 32, 32, 32
-LARGEST = 1 << 22  # elements of an array: every access is kept, some 400 bytes an element
+MAX_ELEMENTS = 1 << 22  # elements of an array: every access is kept, some 400 bytes an element
 MULTIPROCESSORS = 132  # of an H200: some launchers share out their work among them
 LOAD, STORE, ATOMIC, BARRIER, MEETING = range(5)
 KINDS = ("load", "store", "atomic", "barrier", "meeting")
@@ -116,11 +116,11 @@ def use_microscope(precision: str = "fp32") -> None:
 def watch(launch: Launch, sizes: dict[str, int]) -> list[Watched]:
     """The kernels that a launcher launches on arrays of these sizes, in their order.
 
-    Raises UserError for sizes that the launcher does not take, and for arrays of more than LARGEST elements.
+    Raises UserError for sizes that the launcher does not take, and for arrays of more than MAX_ELEMENTS elements.
     """
     for name, shape in launch.shapes_at(sizes).items():
-        if (count := math.prod(shape)) > LARGEST:
-            raise UserError(f"{name} would have {count:,} elements, at most {LARGEST:,} can be: lower a size")
+        if (count := math.prod(shape)) > MAX_ELEMENTS:
+            raise UserError(f"{name} would have {count:,} elements, at most {MAX_ELEMENTS:,} can be: lower a size")
     watched, call = [], launch.prepare(sizes)
 
     def observer(name: str, arguments: dict, work: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 from kernels.fp8 import source
 from kernels.fp8.norm import quantized_forward_blocks
-from kernels.fp8.quantize import MAX_BLOCKS, blocks_of, both_passes, known
+from kernels.fp8.quantize import blocks_of, both_passes, known
 from kernels.fp8.quantized import Quantized, note_written
 from kernels.layernorm import EPS, fused_residual_forward, layernorm_forward, layernorm_recompute
 
@@ -23,7 +23,7 @@ def quantized_residual_forward(residual, out: Quantized, stats, inp1, inp2, norm
 
 def launch_forward(residual, out: Quantized, stats, inp1, inp2, norm, N: int, C: int) -> None:
     """Launches both passes. residual and inp2 are None for layernorm_forward."""
-    grid, block, shared_mem = quantized_forward_blocks(cu, N, C)
+    grid, block, shared_mem = quantized_forward_blocks(cu, "layernorm_forward_fp8_kernel", N, C)
     (*first, _), second = both_passes(*grid, out.scale)
     args = *first, out.q, residual, *stats, inp1, inp2, *norm, EPS, N, C
     cu.launch("layernorm_forward_fp8_kernel", grid, block, args, shared_mem=shared_mem)
@@ -36,5 +36,6 @@ def launch_forward(residual, out: Quantized, stats, inp1, inp2, norm, N: int, C:
 def quantized_recompute(out: Quantized, inp, norm, stats, B: int, T: int, C: int) -> None:
     """layernorm_recompute. Sets q_T of out (C,B*T), by forward's scale."""
     args = *known(out.scale), None, out.q_T, inp, *norm, *stats, B * T, C
-    cu.launch("layernorm_quantize_kernel", (blocks_of(B * T, C, MAX_BLOCKS),), (cu.block(256),), args)
+    blocks = blocks_of(cu, "layernorm_quantize_kernel", B * T, C)
+    cu.launch("layernorm_quantize_kernel", (blocks,), (cu.block(256),), args)
     note_written(out.scale, out.q_T)

@@ -3,14 +3,12 @@
 import device
 from device.sources import Source
 from kernels.fp8.quantize import MAX_AMAXES
-from kernels.norm import forward_blocks
-
-MAX_THREADS = 1024  # of these kernels on a multiprocessor, as their __launch_bounds__ say
+from kernels.norm import MAX_THREADS, forward_blocks
 
 
-def quantized_forward_blocks(cu: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
-    """forward_blocks for such a kernel. It has no more blocks than run at once: each leaves an amax, and each block of
-    pass 2 reads all of them. So pass 2 has the same grid."""
+def quantized_forward_blocks(cu: Source, kernel: str, N: int, C: int) -> tuple[tuple, tuple, int]:
+    """forward_blocks for such a kernel, whose blocks have at most MAX_THREADS threads. There are no more blocks than run
+    at once: each leaves an amax, and each block of pass 2 reads all of them. So pass 2 has the same grid."""
     (blocks,), (threads, rows), shared_mem = forward_blocks(cu, N, C)
-    at_once = min(MAX_AMAXES, MAX_THREADS // (threads * rows)) * device.multiprocessors
+    at_once = min(MAX_AMAXES, cu.blocks_at_once(kernel) * MAX_THREADS // (threads * rows)) * device.multiprocessors
     return (min(blocks, at_once),), (threads, rows), shared_mem

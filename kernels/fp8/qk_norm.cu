@@ -2,9 +2,11 @@
 #include "../qk_norm.cuh"
 #include "quantize.cuh"
 
-// For heads of 128 channels. Sets q (N,NH+2*NKV,128) and q_T (NH+2*NKV,128,N) of dinp, also for the value heads. dout,
+constexpr int POSITIONS = 64, HEAD_SIZE = 128;
+
+// For heads of HEAD_SIZE channels. Sets q (N,NH+2*NKV,HS) and q_T (NH+2*NKV,HS,N) of dinp, also for the value heads. dout,
 // the gradient of forward's output, stays as it is. N is a multiple of 16.
-// Tile: 64 positions of a head.
+// Tile: POSITIONS positions of a head.
 // Work: the blocks share the tiles. Each takes neighbours: heads of the same positions, whose angles are then in the
 // first-level cache. LANES lanes take four positions at a time.
 // Shared memory: that of WeightSums, and four tiles of floatX: dout and x of this tile and of the next one. A thread
@@ -14,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) qk_norm_backward_fp8_kernel
     float* partials, const floatX* __restrict__ dout, const floatX* __restrict__ inp,
     const floatX* __restrict__ qweight, const floatX* __restrict__ kweight, const float* __restrict__ rstd,
     const float* __restrict__ table, int N, int T, int NH, int NKV) {
-    constexpr int ROWS = 64, HS = 128, AT_ONCE = WARP_SIZE > 1 ? 256 / LANES : 1;
+    constexpr int ROWS = POSITIONS, HS = HEAD_SIZE, AT_ONCE = WARP_SIZE > 1 ? 256 / LANES : 1;
     constexpr int VECTORS = HS / (WIDTH * LANES), PIECE = 16 / sizeof(floatX);  // of a lane; numbers of a copy_four
     __shared__ Fp8Tile<ROWS, HS> tile;
     DYNAMIC_SHARED(float, memory);

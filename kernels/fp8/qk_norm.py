@@ -6,12 +6,9 @@ from kernels.fp8 import source
 from kernels.fp8.quantize import both_passes, quantize
 from kernels.fp8.quantized import Quantized, note_written
 from kernels.qk_norm import lanes, qk_norm_backward, sums_bytes
-from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
+from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
 cu = source(__file__)
-
-TILE = 64  # positions
-HEAD_SIZE = 128  # of the heads that the kernel takes
 
 
 @qk_norm_backward.register(Quantized)
@@ -21,14 +18,14 @@ def quantized_backward(
     """qk_norm_backward. Sets q and q_T of dinp (B*T,(NH+2*NKV)*HS), and its scale. dinp must not overlap dout, which
     may be overwritten."""
     N, heads = B * T, NH + 2 * NKV
-    if HS != HEAD_SIZE:
+    if HS != cu.constant("HEAD_SIZE"):
         qk_norm_backward(dout, dweights, dout, inp, weights, rstd, table, B, T, NH, NKV, HS)
         quantize(dinp, dout, N, heads * HS)
         return
-    # Two blocks a multiprocessor, as the kernel's __launch_bounds__ say.
-    chunks = min(ceil_div(N, TILE) * heads, 2 * device.multiprocessors, MOST_PARTIALS)
+    positions, at_once = cu.constant("POSITIONS"), cu.blocks_at_once("qk_norm_backward_fp8_kernel")
+    chunks = min(ceil_div(N, positions) * heads, at_once * device.multiprocessors, MAX_PARTIALS)
     partials, block = partials_of(chunks * 2 * HS), cu.block(256)
-    shared_mem = block // lanes(cu) * sums_bytes(cu, HS) + 4 * TILE * HS * device.floatX.itemsize
+    shared_mem = block // lanes(cu) * sums_bytes(cu, HS) + 4 * positions * HS * device.floatX.itemsize
     for arguments in both_passes(chunks, dinp.scale):
         args = *arguments, dinp.q, dinp.q_T, partials, dout, inp, *weights, rstd, table, N, T, NH, NKV
         cu.launch("qk_norm_backward_fp8_kernel", (chunks,), (block,), args, shared_mem=shared_mem)

@@ -142,9 +142,12 @@ struct Quantizer {
     }
 };
 
-// A quantized tile of ROWS x COLUMNS numbers, transposed: a word has four rows of a column. 128 rows of a column fill a
-// line of L2. With tiles of 64 x 128 an H100 takes 119 us for SwiGLU's backward pass, not 112 (8192 rows, C 3072).
-template <int R = 128, int K = 64>
+// 128 rows of a column fill a line of L2. With tiles of 64 x 128 an H100 takes 119 us for SwiGLU's backward pass, not
+// 112 (8192 rows, C 3072).
+constexpr int FP8_ROWS = 128, FP8_COLUMNS = 64;
+
+// A quantized tile of ROWS x COLUMNS numbers, transposed: a word has four rows of a column.
+template <int R = FP8_ROWS, int K = FP8_COLUMNS>
 struct Fp8Tile {
     static constexpr int ROWS = R, COLUMNS = K;
     unsigned words[COLUMNS][ROWS / 4 + 1];

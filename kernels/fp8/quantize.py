@@ -3,6 +3,7 @@ share."""
 
 import device
 from device import ceil_div
+from device.sources import Source
 from kernels.fp8 import source
 from kernels.fp8.quantized import GradientScale, Quantized, Scale, note_written
 
@@ -10,23 +11,21 @@ import numpy as np
 
 cu = source(__file__)
 
-MAX_BLOCKS = 4  # that quantize on a multiprocessor at once. A launch has no more: they share the matrix
 MAX_AMAXES = 8  # on a multiprocessor, one from each block: a norm's kernel has so many blocks, which are small
-TILE_ROWS, TILE_COLUMNS = 128, 64  # of an Fp8Tile<> (quantize.cuh)
 
 
 def quantize(out: Quantized, inp, N: int, C: int) -> None:
     """Quantizes inp (N,C), bf16. Sets out's q (N,C) and q_T (C,N); one of the two may be None. Also sets its scale: the
     old one changes only the time that this takes. N and C are multiples of MULTIPLE, and all arrays lie at multiples of
     16 bytes."""
-    blocks = blocks_of(N, C, MAX_BLOCKS)
+    blocks = blocks_of(cu, "quantize_kernel", N, C)
     for arguments in both_passes(blocks, out.scale):
         launch_quantize(blocks, arguments, out, inp, N, C)
 
 
 def quantize_by_scale(out: Quantized, inp, N: int, C: int) -> None:
     """The same by out's scale, which is only read. Numbers for which it is too small are clipped."""
-    launch_quantize(blocks_of(N, C, MAX_BLOCKS), known(out.scale), out, inp, N, C)
+    launch_quantize(blocks_of(cu, "quantize_kernel", N, C), known(out.scale), out, inp, N, C)
 
 
 def launch_quantize(blocks: int, arguments: tuple, out: Quantized, inp, N: int, C: int) -> None:
@@ -55,9 +54,10 @@ def recomputed(out) -> tuple:
     return None, out.q_T, out.scale.scale
 
 
-def blocks_of(N: int, C: int, at_once: int) -> int:
-    """The blocks that share the tiles of an (N,C) matrix, if a multiprocessor runs `at_once` of them at once."""
-    return min(ceil_div(N, TILE_ROWS) * ceil_div(C, TILE_COLUMNS), at_once * device.multiprocessors)
+def blocks_of(cu: Source, kernel: str, N: int, C: int) -> int:
+    """The blocks of a kernel that share the tiles of an (N,C) matrix: no more than run at once."""
+    tiles = ceil_div(N, cu.constant("FP8_ROWS")) * ceil_div(C, cu.constant("FP8_COLUMNS"))
+    return min(tiles, cu.blocks_at_once(kernel) * device.multiprocessors)
 
 
 def input_room(scale: Scale, N: int, C: int, transposed: bool) -> Quantized:

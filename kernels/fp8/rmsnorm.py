@@ -2,7 +2,7 @@
 
 from kernels.fp8 import source
 from kernels.fp8.norm import quantized_forward_blocks
-from kernels.fp8.quantize import MAX_BLOCKS, blocks_of, both_passes, known
+from kernels.fp8.quantize import blocks_of, both_passes, known
 from kernels.fp8.quantized import Quantized, note_written
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_forward, rmsnorm_recompute
 
@@ -27,7 +27,7 @@ def quantized_residual_forward(
 
 def launch_forward(residual, out: Quantized, rstd, inp1, inp2, weight, eps: float, N: int, C: int) -> None:
     """Launches both passes. residual and inp2 are None for rmsnorm_forward."""
-    grid, block, shared_mem = quantized_forward_blocks(cu, N, C)
+    grid, block, shared_mem = quantized_forward_blocks(cu, "rmsnorm_forward_fp8_kernel", N, C)
     (*first, _), second = both_passes(*grid, out.scale)
     args = *first, out.q, residual, rstd, inp1, inp2, weight, np.float32(eps), N, C
     cu.launch("rmsnorm_forward_fp8_kernel", grid, block, args, shared_mem=shared_mem)
@@ -40,5 +40,6 @@ def launch_forward(residual, out: Quantized, rstd, inp1, inp2, weight, eps: floa
 def quantized_recompute(out: Quantized, inp, weight, rstd, B: int, T: int, C: int) -> None:
     """rmsnorm_recompute. Sets q_T of out (C,B*T), by forward's scale."""
     args = *known(out.scale), None, out.q_T, inp, weight, rstd, B * T, C
-    cu.launch("rmsnorm_quantize_kernel", (blocks_of(B * T, C, MAX_BLOCKS),), (cu.block(256),), args)
+    blocks = blocks_of(cu, "rmsnorm_quantize_kernel", B * T, C)
+    cu.launch("rmsnorm_quantize_kernel", (blocks,), (cu.block(256),), args)
     note_written(out.scale, out.q_T)

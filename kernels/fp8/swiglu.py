@@ -2,7 +2,7 @@
 
 import device
 from kernels.fp8 import source
-from kernels.fp8.quantize import MAX_BLOCKS, blocks_of, both_passes, recomputed
+from kernels.fp8.quantize import blocks_of, both_passes, recomputed
 from kernels.fp8.quantized import Quantized, note_written
 from kernels.swiglu import swiglu_backward, swiglu_forward
 
@@ -12,7 +12,7 @@ cu = source(__file__)
 @swiglu_forward.register(Quantized)
 def quantized_forward(out: Quantized, inp, N: int, C: int) -> None:
     """swiglu_forward. Sets q of out (N,C), and its scale."""
-    blocks = min(N, MAX_BLOCKS * device.multiprocessors)
+    blocks = min(N, cu.blocks_at_once("swiglu_forward_fp8_kernel") * device.multiprocessors)
     for arguments in both_passes(blocks, out.scale):
         cu.launch("swiglu_forward_fp8_kernel", (blocks,), (cu.block(256),), (*arguments, out.q, inp, N, C))
     note_written(out.scale, out.q)
@@ -22,7 +22,7 @@ def quantized_forward(out: Quantized, inp, N: int, C: int) -> None:
 def quantized_backward(dinp: Quantized, out, dout, inp, N: int, C: int) -> None:
     """swiglu_backward. Sets q and q_T of dinp (N,2C), and its scale. Sets out (N,C), or, if it is Quantized, its q_T,
     by forward's scale."""
-    blocks = blocks_of(N, C, 2)  # as the kernel's __launch_bounds__ say
+    blocks = blocks_of(cu, "swiglu_backward_fp8_kernel", N, C)
     for arguments in both_passes(blocks, dinp.scale):
         args = *arguments, dinp.q, dinp.q_T, *recomputed(out), dout, inp, N, C
         cu.launch("swiglu_backward_fp8_kernel", (blocks,), (cu.block(256),), args)

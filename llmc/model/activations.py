@@ -15,7 +15,7 @@ from kernels.attention import Matrices, scratch_of_attention
 from kernels.cached_attention import Cached, scratch_of_cache
 from kernels.flash_attention import HEAD_SIZES, Flash
 from kernels.matmul import weight_is_transposed
-from kernels.reduce import MOST_PARTIALS, SQUARES
+from kernels.reduce import MAX_PARTIALS, SQUARES
 from llmc.model import fp8
 from llmc.model.batch import Batch
 from llmc.model.model import Model
@@ -199,7 +199,7 @@ def training_scratch(kind: type[Model], config: Config, B: int, T: int, attentio
     # A norm's kernel sums up to six columns of C, qk_norm's two of HS, and a bias' gradient one as long as the bias.
     widest = max(6 * config.channels, 2 * config.head_size, *(shape[1] for shape in shapes if len(shape) == 2))
     found = {
-        "partials": 4 * max(MOST_PARTIALS * widest, SQUARES),
+        "partials": 4 * max(MAX_PARTIALS * widest, SQUARES),
         "input_T": X * B * T * max(config.channels, sizes["Q"]) if device.floatX != device.BF16 else 0,
         "weight_T": X * max(transposed, default=0),
     }

@@ -31,7 +31,7 @@ Table = tuple[tuple, ...]
 
 ALIGNMENT = 256  # bytes: the start of every activation is a multiple
 FP32, HEAD, RECOMPUTED = WORDS = "fp32", "head", "recomputed"
-MOST = 2**31 - 1  # of any size: files' headers hold 32-bit integers
+MAX_SIZE = 2**31 - 1  # of any size: files' headers hold 32-bit integers
 
 # By the type of a field: how its value is written in a model's description.
 SPELLINGS = {int: r"\d{1,99}", bool: r"\d{1,99}", float: r"\d+\.?\d*([eE][+-]?\d+)?", str: r"[a-z]+"}
@@ -275,8 +275,8 @@ class Config:
             value = getattr(self, field.name)
             if field.type is int and value < 1:
                 raise UserError(f"{source}: {field.name} is {value}; it must be at least 1")
-            if field.type is int and value > MOST:
-                raise UserError(f"{source}: {field.name} is {value}; it must be at most {MOST}")
+            if field.type is int and value > MAX_SIZE:
+                raise UserError(f"{source}: {field.name} is {value}; it must be at most {MAX_SIZE}")
             zero = field.default == 0  # what can be left out by a 0, and is by default
             if field.type is float and not (0 < value < math.inf or zero and value == 0):
                 raise UserError(f"{source}: {field.name} is {value}; it must be a positive number{' or 0' * zero}")

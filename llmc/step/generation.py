@@ -16,7 +16,7 @@ from llmc.step.sampler import Sampler
 import numpy as np
 
 NOT_FINITE = -1  # in the place of a token that cannot be drawn
-AHEAD = 1  # steps that a GPU gets before the host has seen the tokens of the step in front of them
+STEPS_AHEAD = 1  # that a GPU gets before the host has seen the tokens of the previous one
 
 
 class Writer:
@@ -30,7 +30,7 @@ class Writer:
     def __init__(self, cache: Cache, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0):
         self.cache, self.drawing = cache, (temperature, top_k, top_p)
         self.states, self.drawn = device.zeros((cache.B,), np.uint64), device.zeros((cache.B,), np.int32)
-        self.buffers = [device.pinned((cache.B,), np.int32) for _ in range(AHEAD + 1)]  # each for the tokens of a step
+        self.buffers = [device.pinned((cache.B,), np.int32) for _ in range(STEPS_AHEAD + 1)]  # of a step's tokens each
         self.next_token = device.record(self.forward_and_draw)
 
     def forward_and_draw(self) -> None:
@@ -86,7 +86,7 @@ class Writer:
         device.copy_in(self.states, states)
         device.synchronize()
         for step in range(count):
-            while given < min(count, step + 1 + AHEAD * device.has_streams):
+            while given < min(count, step + 1 + STEPS_AHEAD * device.has_streams):
                 full = any(n == room and not done for n, done in zip(lengths, finished, strict=False))
                 if (full or not lengths) and coming:
                     break  # first the host must know all tokens

@@ -22,8 +22,8 @@ from llmc.ranks import ranks
 from llmc.ranks.exchange import exchange_bytes
 
 CHUNK = 1024  # positions whose logits exist at a time, if those of a whole batch do not fit
-MOST = 1 << 20  # sequences a batch, in a search for what fits
-BESIDE = 1 << 28  # bytes that kernels, libraries and graphs may take on a GPU after we have asked how many are free
+MAX_SEQUENCES = 1 << 20  # of a batch, in a search for what fits
+RESERVE = 1 << 28  # bytes that kernels, libraries and graphs may take on a GPU after we have asked how many are free
 
 # The flags that save memory, and what they change of a Plan.
 SAVING = {
@@ -92,7 +92,7 @@ def in_chunks(plan: Plan) -> Plan:
     return plan._replace(logit_rows=min(plan.logit_rows or CHUNK, CHUNK))
 
 
-def largest(sizes: Callable[[int], dict[str, int]], memory: int, most: int = MOST, step: int = 1) -> int:
+def largest(sizes: Callable[[int], dict[str, int]], memory: int, most: int = MAX_SEQUENCES, step: int = 1) -> int:
     """The largest number of sequences, a multiple of `step` up to `most`, whose buffers fit into so many bytes, or 0.
     sizes(b): the bytes of each buffer for b sequences."""
     return step * bisect_right(range(step, most + 1, step), memory, key=lambda b: sum(sizes(b).values()))
@@ -114,7 +114,7 @@ def check_memory(kind: type[Model], config: Config, plan: Plan) -> dict[str, int
     the host has. The message says what would fit. All ranks must call it."""
     sizes, (free, _) = training_sizes(kind, config, plan), device.memory()
     if sum(sizes.values()) > free:
-        room = free - BESIDE if device.kind == "cuda" else free
+        room = free - RESERVE if device.kind == "cuda" else free
         found = largest_batches(kind, config, plan, room)
         if plan != in_chunks(plan):
             chunks = largest_batches(kind, config, in_chunks(plan), room)
