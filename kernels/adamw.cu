@@ -3,9 +3,10 @@
 //   param -= lr * ((m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * param)
 // Memory-bound: for each parameter it reads 16 bytes and writes 12, in fp32 and in bf16.
 //
-// In bf16 the parameters are rounded from a master copy in fp32. Its first 16 bits are the rounded parameter, or the
-// number of 16 bits before it if the parameter was rounded up. So memory holds only the last 16 bits of the master
-// copy, `low`. v is never negative, and its sign bit says whether the parameter was rounded up.
+// In bf16 the parameters are rounded from a master copy in fp32, and
+//   master = (param, or its predecessor if it was rounded up) << 16 | low.
+// So memory holds only `low` beside the parameter. v is never negative, and its sign bit says whether the parameter was
+// rounded up. All of this is exact, and takes 2 bytes more for each parameter.
 #include "common.cuh"
 
 constexpr float MAX_GRADIENT = 1.8446743e19f;  // its square is just finite

@@ -37,9 +37,8 @@ class AdamW:
     """The state of AdamW for the parameters of a model, or for a rank's shard of them, and its recipe.
 
     In bf16 AdamW updates a master copy of the parameters, which is fp32. It is needed because learning rates are so
-    small that most bf16 parameters would never change. The first 16 bits of a master copy are its parameter's, or, if
-    that was rounded up, the number before these. So only the last 16 bits are kept beside the parameter, and the sign
-    of v, which is never negative, says whether it was rounded up. All of this is exact.
+    small that most bf16 parameters would never change. kernels/adamw.cu says how the copy is kept, in 2 bytes more for
+    each parameter.
 
     m, v (length,)        the moments, fp32; in bf16 v with signs
     low (length,)         in bf16 the last 16 bits of the master copy, uint16; in fp32 None

@@ -420,7 +420,7 @@ def is_same_file(one: str | Path, other: str | Path) -> bool:
 
 PRODUCTS = {
     "fp32": "fp32", "tf32": "TF32", "bf16": "bf16, sums in fp32",
-    "fp8": "large ones of layers in e4m3, others in bf16", "no fp8": "bf16: in e4m3 no matrix would be faster",
+    "fp8": "large ones of layers in e4m3, others in bf16", "no fp8": "bf16: no matrix is large enough for e4m3",
 }  # fmt: skip
 
 

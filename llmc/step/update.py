@@ -16,11 +16,15 @@ def adamw_update(model: Model, adamw: AdamW, exchange: Exchange, lr: float, t: i
     """One AdamW step on the parameters of a model, from its gradients; t counts steps from 1.
 
     The norm of the gradients goes to adamw.norm[0]. If it is not finite, nothing changes; without skip_nonfinite,
-    nothing changes in the steps after it either. Without grad_clip the norm covers only the gradients to which backward
-    adds. These are few: of norms, of biases, and of embeddings that no classifier shares. A NaN on its way through the
-    layers reaches them, too. One case remains: a weight's gradient overflows by itself. Then AdamW leaves its parameter
-    as it is. With `--offload` the norm always covers all gradients, so there is no such case: most parameters are
-    updated beside the next step, when it is too late to learn of it.
+    nothing changes in the steps after it either.
+
+                         the norm covers                      a gradient outside of it that is not finite
+    grad_clip            all gradients                        there is none
+    offload              all gradients                        there is none. (Most parameters are updated beside the
+                                                              next step, too late to learn of one.)
+    neither              those to which backward adds:        AdamW leaves its parameter as it is. This is a weight's
+                         of norms, biases, and embeddings     gradient that overflows by itself: a NaN that goes
+                         that no classifier shares            through the layers reaches the norms, too.
 
     With several ranks, `exchange` brings the gradients' sums that are still missing, and says which parameters this
     rank can update next. All ranks must call this function.
