@@ -159,7 +159,7 @@ Vec sum = {};
             Hole("add_partials_kernel: for (int offset", "out[i] =", """\
 // Write here: thread (x, y) has column i's `sum` over every blockDim.y-th of the P chunks. Bring the blockDim.y sums
 // of a column together; the thread that `adds` needs their total. `thread` counts the block's threads: lanes of a warp
-// that are blockDim.x apart have the same column, so shuffles add these up. of_warp brings the warps together.
+// that are blockDim.x apart have the same column, so shuffles add these up. warp_sums brings the warps together.
 if (!adds) return;
 float total = 0.0f;"""),
         ),

@@ -46,12 +46,12 @@ __device__ inline void backward_rows(floatX* dinp, floatX* dproj0, floatX* dproj
                                      const floatX* weight0, const floatX* weight1, const float* mean,
                                      const float* rstd, int N, int C, int S, int rows, int keep,
                                      const int* random = nullptr, int site0 = -1, int site1 = -1) {
-    __shared__ float of_warp[2][MAX_THREADS / WARP_SIZE][MAX_ROWS], mean_g[MAX_ROWS], mean_gn[MAX_ROWS];
+    __shared__ float warp_sums[2][MAX_THREADS / WARP_SIZE][MAX_ROWS], mean_g[MAX_ROWS], mean_gn[MAX_ROWS];
     DYNAMIC_SHARED(float, rows_g);
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
     const int width = WIDTH * ceil_div(C, WIDTH), step = WIDTH * blockDim.x;
     const bool untied = dout1 != nullptr, centred = mean != nullptr;
-    const int of_dout1 = centred ? 2 : 1, of_dproj = untied ? 2 * of_dout1 : of_dout1;  // rows of partials
+    const int dout1_row = centred ? 2 : 1, dproj_row = untied ? 2 * dout1_row : dout1_row;  // rows of partials
     float* rows_n = rows_g + rows * width;
     float* sums = keep ? rows_n + rows * width : partials + (size_t)blockIdx.x * S * C;
 
@@ -99,8 +99,8 @@ __device__ inline void backward_rows(floatX* dinp, floatX* dproj0, floatX* dproj
                 }
                 add_to_sum(0, i, sum_d0n);
                 if (centred) add_to_sum(1, i, sum_d0);
-                if (untied) add_to_sum(of_dout1, i, sum_d1n);
-                if (untied && centred) add_to_sum(of_dout1 + 1, i, sum_d1);
+                if (untied) add_to_sum(dout1_row, i, sum_d1n);
+                if (untied && centred) add_to_sum(dout1_row + 1, i, sum_d1);
             }
             Vec dx[MAX_ROWS];
             auto load_dx = [&](int i) {
@@ -113,12 +113,12 @@ __device__ inline void backward_rows(floatX* dinp, floatX* dproj0, floatX* dproj
 #pragma unroll
             for (int r = 0; r < MAX_ROWS; r++) {
                 const float warp_g = warp_sum(sum_g[r]), warp_gn = warp_sum(sum_gn[r]);
-                if (lane == 0) of_warp[0][warp][r] = warp_g, of_warp[1][warp][r] = warp_gn;
+                if (lane == 0) warp_sums[0][warp][r] = warp_g, warp_sums[1][warp][r] = warp_gn;
             }
             __syncthreads();
             for (int r = threadIdx.x; r < count; r += blockDim.x) {
                 float g = 0.0f, gn = 0.0f;
-                for (int w = 0; w < warps; w++) g += of_warp[0][w][r], gn += of_warp[1][w][r];
+                for (int w = 0; w < warps; w++) g += warp_sums[0][w][r], gn += warp_sums[1][w][r];
                 mean_g[r] = centred ? g / C : 0.0f;
                 mean_gn[r] = gn / C;
             }
@@ -148,8 +148,8 @@ __device__ inline void backward_rows(floatX* dinp, floatX* dproj0, floatX* dproj
                     through(site1, dproj1, sum1);
                 }
                 load_dx(i + step);
-                if (of_dproj < S) add_to_sum(of_dproj, i, sum0);
-                if (of_dproj + 1 < S) add_to_sum(of_dproj + 1, i, sum1);
+                if (dproj_row < S) add_to_sum(dproj_row, i, sum0);
+                if (dproj_row + 1 < S) add_to_sum(dproj_row + 1, i, sum1);
             }
         }
         float* block_partials = partials + (size_t)blockIdx.x * S * C;

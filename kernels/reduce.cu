@@ -24,7 +24,7 @@ extern "C" __global__ void column_partials_kernel(SETS float* partials, const fl
 // threads over p), at most WARP_SIZE columns, a power of two: a warp has several rows of few columns.
 extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* out2, float* out3, float* out4,
                                                float* out5, const float* partials, int P, int C, int S) {
-    __shared__ float of_warp[32][WARP_SIZE];
+    __shared__ float warp_sums[32][WARP_SIZE];
     const int y = blockIdx.y, s = min(y, S - 1), thread = threadIdx.y * blockDim.x + threadIdx.x;
     float* out = y == 0 ? out0 : y == 1 ? out1 : y == 2 ? out2 : y == 3 ? out3 : y == 4 ? out4 : out5;
     if (out == nullptr) return;
@@ -39,11 +39,11 @@ extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* 
     for (int offset = WARP_SIZE / 2; offset >= blockDim.x; offset /= 2) {
         sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     }
-    if (thread % WARP_SIZE < blockDim.x) of_warp[thread / WARP_SIZE][threadIdx.x] = sum;
+    if (thread % WARP_SIZE < blockDim.x) warp_sums[thread / WARP_SIZE][threadIdx.x] = sum;
     __syncthreads();
     if (!adds) return;
     float total = 0.0f;
-    for (int warp = 0; warp < ceil_div(blockDim.x * blockDim.y, WARP_SIZE); warp++) total += of_warp[warp][threadIdx.x];
+    for (int warp = 0; warp < ceil_div(blockDim.x * blockDim.y, WARP_SIZE); warp++) total += warp_sums[warp][threadIdx.x];
     out[i] = before + total;
 }
 

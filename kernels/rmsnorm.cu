@@ -27,13 +27,13 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
 rmsnorm_backward_kernel(floatX* __restrict__ dinp, SETS float* __restrict__ partials,
                         const floatX* __restrict__ dout, const floatX* __restrict__ inp,
                         const floatX* __restrict__ weight, const float* __restrict__ rstd, int N, int C, int keep) {
-    __shared__ float of_warp[2][AT_ONCE][MAX_THREADS / WARP_SIZE];
-    DYNAMIC_SHARED(float, of_group);
+    __shared__ float warp_sums[2][AT_ONCE][MAX_THREADS / WARP_SIZE];
+    DYNAMIC_SHARED(float, group_sums);
     const int lane = threadIdx.x % WARP_SIZE, warps = blockDim.x / WARP_SIZE;  // of a row
     const int first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x, stride = gridDim.x * blockDim.y * AT_ONCE;
     const float one_of_row = 1.0f / C;
     float* block_sums = partials + (size_t)blockIdx.x * C;
-    float* sums = keep ? of_group + threadIdx.y * C : block_sums;
+    float* sums = keep ? group_sums + threadIdx.y * C : block_sums;
 
     by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
         int turn = 0;
@@ -74,14 +74,14 @@ rmsnorm_backward_kernel(floatX* __restrict__ dinp, SETS float* __restrict__ part
 #pragma unroll
             for (int r = 0; r < AT_ONCE; r++) {
                 const float gn = warp_sum(mean_gn[r]);
-                if (lane == 0) of_warp[turn % 2][r][threadIdx.y * warps + threadIdx.x / WARP_SIZE] = gn;
+                if (lane == 0) warp_sums[turn % 2][r][threadIdx.y * warps + threadIdx.x / WARP_SIZE] = gn;
             }
-            __syncthreads();  // there is another one before the turn after the next overwrites of_warp
+            __syncthreads();  // there is another one before the turn after the next overwrites warp_sums
 #pragma unroll
             for (int r = 0; r < AT_ONCE; r++) {
                 float gn = 0.0f;
 #pragma unroll 1
-                for (int w = lane; w < warps; w += WARP_SIZE) gn += of_warp[turn % 2][r][threadIdx.y * warps + w];
+                for (int w = lane; w < warps; w += WARP_SIZE) gn += warp_sums[turn % 2][r][threadIdx.y * warps + w];
                 mean_gn[r] = warp_sum(gn) * one_of_row;
             }
 
@@ -110,7 +110,7 @@ rmsnorm_backward_kernel(floatX* __restrict__ dinp, SETS float* __restrict__ part
     __syncthreads();
     for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < C; i += blockDim.x * blockDim.y) {
         float total = 0.0f;
-        for (int group = 0; group < blockDim.y; group++) total += of_group[group * C + i];
+        for (int group = 0; group < blockDim.y; group++) total += group_sums[group * C + i];
         block_sums[i] = total;
     }
 }

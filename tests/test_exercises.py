@@ -48,7 +48,7 @@ FAULTS = [
     ("bias_gradient", "out[i] = before", "out[C + i] = before",
      r"add_partials_kernel: out0\[70\] was .*: that is past the end of the array, which has 70 elements"),
     ("bias_gradient", "n < end", "n < begin + rows", r"inp\[42210\] was read by .*: that is past the end of"),
-    ("bias_gradient", "    __syncthreads();\n", "", r"threads race: [^$]*of_warp\[\d+\]"),
+    ("bias_gradient", "    __syncthreads();\n", "", r"threads race: [^$]*warp_sums\[\d+\]"),
     ("layernorm", "i + k < C ? (x.x[k] - m)", "true ? (x.x[k] - m)",
      r"with C = 130, rstd\[0\]: expected .* thread 0 of block 0 has to write it"),
     ("layernorm", "norm0.store_out(", "norm1.store_out(",

@@ -96,8 +96,8 @@ class AdamW:
 
     def pieces(self, model: Model, wanted: list[Range]) -> list[Piece]:
         """Cuts those of some ranges of the parameters that are in the shard into pieces, in the given order."""
-        of_decay = self.decayed(model)
-        parts = ((*both, decay) for one in wanted for start, end, decay in of_decay
+        ranges_of_decay = self.decayed(model)
+        parts = ((*both, decay) for one in wanted for start, end, decay in ranges_of_decay
                  for both in overlaps([(start, end)], [one]))  # fmt: skip
         return self.offload.pieces(parts)
 
@@ -121,7 +121,7 @@ class AdamW:
         """In bf16: sets those of consecutive parameters that are in the shard, from the start-th on, to fp32 values on
         the device."""
         for begin, stop in overlaps([(start, start + values.size)], [self.shard]):
-            there, (low, v) = self.of_master(begin, stop)
+            there, (low, v) = self.master_parts(begin, stop)
             own = model.params_memory[begin:stop], values[begin - start : stop - start]
             split(*own, stop - begin, low=low, v=v)
             for x, copy in zip(there, (low, v), strict=True):
@@ -134,10 +134,10 @@ class AdamW:
         if self.low is None:
             device.copy(values, model.params_memory[start:end])
         else:
-            _, (low, v) = self.of_master(start, end)
+            _, (low, v) = self.master_parts(start, end)
             join(values, model.params_memory[start:end], low, v, end - start)
 
-    def of_master(self, start: int, end: int) -> tuple[list, list]:
+    def master_parts(self, start: int, end: int) -> tuple[list, list]:
         """low and v of a range of the shard, and copies of both on the device, because with `--offload` they lie on the
         host."""
         there = [x[start - self.first : end - self.first] for x in (self.low, self.v)]

@@ -152,12 +152,12 @@ def does_not_fit(B: int, T: int, needed: int, free: int, remedy: str) -> UserErr
 def check_host_memory(needed: int) -> None:
     """Raises UserError if this machine has too little memory for AdamW's state, which takes `needed` bytes on this
     rank. All ranks must call it."""
-    of_ranks = ranks.all_gather([socket.gethostname(), needed, free_memory()])
-    here = [(size, free) for host, size, free in of_ranks if host == socket.gethostname()]
+    everywhere = ranks.all_gather([socket.gethostname(), needed, free_memory()])
+    here = [(size, free) for host, size, free in everywhere if host == socket.gethostname()]
     needed, free = sum(size for size, _ in here), min(free for _, free in here)
     if needed > free:
-        of_ranks = f" of {len(here)} ranks" if len(here) > 1 else ""
+        together = f" of {len(here)} ranks" if len(here) > 1 else ""
         raise UserError(
-            f"--offload needs {needed >> 20} MiB of the host's memory for AdamW's state{of_ranks}, and {free >> 20} "
+            f"--offload needs {needed >> 20} MiB of the host's memory for AdamW's state{together}, and {free >> 20} "
             "MiB are free: leave --offload out, end other programs, or choose a smaller model (-e)"
         )
