@@ -46,7 +46,7 @@ class LazyDevice(device.CpuDevice):
         self.main_stream, self.side_stream, self.urgent_stream = ([] for _ in range(3))
         self.fetch_stream, self.update_stream, self.store_stream = ([] for _ in range(3))
         self.done = {id(stream): 0 for stream in self.streams}
-        self.stream, self.communicating, self.tape = self.main_stream, False, None
+        self.stream, self.comm_stream, self.tape = self.main_stream, False, None
         self.time = 0.0  # its clock: each work takes a millisecond
         for name in ("copy_in", "copy_out", "fill_zero", "copy", "gemm", "gemm_strided_batched"):
             setattr(self, name, partial(self.put, getattr(self, name)))
@@ -85,20 +85,20 @@ class LazyDevice(device.CpuDevice):
     def on(self, stream: list):
         return On(self, stream)
 
-    def communicate(self, work, urgent=True, after=None) -> None:
+    def on_comm_stream(self, work, urgent=True, after=None) -> None:
         for mark in after or [self.mark(self.stream)]:
             self.wait(self.urgent_stream, mark)
         with self.on(self.urgent_stream):
-            super().communicate(work)
-        self.communicating = True
+            super().on_comm_stream(work)
+        self.comm_stream = True
 
-    def communicated(self) -> Mark:
+    def mark_comm(self) -> Mark:
         return self.mark(self.urgent_stream)
 
-    def join_communication(self) -> None:
-        if self.communicating:
-            self.wait(self.stream, self.communicated())
-            self.communicating = False
+    def wait_comm(self) -> None:
+        if self.comm_stream:
+            self.wait(self.stream, self.mark_comm())
+            self.comm_stream = False
 
     def capture(self, work):
         """Runs `work` once, as CUDA does, and replays the launches that `work` gave to the device."""
@@ -106,7 +106,7 @@ class LazyDevice(device.CpuDevice):
         self.wait(self.side_stream, self.mark(self.main_stream))
         work()
         self.wait(self.main_stream, self.mark(self.side_stream))
-        self.join_communication()
+        self.wait_comm()
         self.tape = None
         return SimpleNamespace(launch=lambda stream: [self.give(*one) for one in tape])
 
@@ -209,7 +209,7 @@ class Threads:
 
     def together(self, work) -> None:
         """Gives work, in which all ranks take part, to the device, as a collective of NCCL is."""
-        device.communicate(lambda _: self.later(work))
+        device.on_comm_stream(lambda _: self.later(work))
 
     def sum_of(self, x: np.ndarray) -> np.ndarray:
         """What the ranks have in x, added up in their order."""

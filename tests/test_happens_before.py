@@ -70,14 +70,14 @@ class Gpu(device.CpuDevice):
     mark), ("meet", stream), ("work", stream, name, reads, writes) and, behind a recorded graph, ("joined", stream)."""
 
     on, switch = device.CudaDevice.on, device.CudaDevice.switch
-    communicate, communicated = device.CudaDevice.communicate, device.CudaDevice.communicated
-    join_communication = device.CudaDevice.join_communication
+    on_comm_stream, mark_comm = device.CudaDevice.on_comm_stream, device.CudaDevice.mark_comm
+    wait_comm = device.CudaDevice.wait_comm
     has_streams = True
     blas = SimpleNamespace(use_stream=lambda stream: None, captured=nullcontext)
 
     def begin(self, rank: int, rows: int) -> None:
         self.rows, self.rank, self.log, self.regions = rows, rank, [], defaultdict(list)
-        self.capturing, self.communicating, self.main_stream = False, None, Stream(rank, "main", self.log)
+        self.capturing, self.comm_stream, self.main_stream = False, None, Stream(rank, "main", self.log)
         self.stream = self.main_stream
         self.new_streams()
 
@@ -118,7 +118,7 @@ class Gpu(device.CpuDevice):
         wants that it ends on the first."""
 
         def launch(stream: Stream) -> None:
-            assert self.communicating is None, "nobody waits for what has been communicated before a graph"
+            assert self.comm_stream is None, "nobody waits for the communication before a graph"
             outside = {f"{name}_stream": getattr(self, f"{name}_stream") for name in OTHERS_OF_GPU}
             self.new_streams()
             device.CudaDevice.capture(self, work)
@@ -187,7 +187,7 @@ def logs_of(config, monkeypatch, count=1, record=True, precision="fp32", **flags
             gpu.log.append(("meet", gpu.stream))
             gpu.note("all_reduce", [], [span(x) for x in arrays])
 
-        device.communicate(work)
+        device.on_comm_stream(work)
 
     for module, name, stands in (
         (ranks, "size", lambda: N), (ranks, "rank", lambda: rank[0]), (collectives, "peer_access", lambda: True),
@@ -366,12 +366,12 @@ def test_a_gather_that_is_not_waited_for_is_noticed(config, monkeypatch):
     for left_out in range(12):
         if counts and left_out > max(counts):
             break
-        def planned(self, launches, gradients, insertions, left_out=left_out):
-            waited = [i for i, one in enumerate(insertions) if one.before is not None]
+        def planned(self, launches, gradients, hooks, left_out=left_out):
+            waited = [i for i, one in enumerate(hooks) if one.before is not None]
             counts.append(len(waited))
             if left_out < len(waited):
-                insertions[waited[left_out]] = replace(insertions[waited[left_out]], before=None)
-            plan(self, launches, gradients, insertions)
+                hooks[waited[left_out]] = replace(hooks[waited[left_out]], before=None)
+            plan(self, launches, gradients, hooks)
 
         with monkeypatch.context() as patch:
             patch.setattr(recording.Plan, "__init__", planned)

@@ -227,12 +227,12 @@ def test_an_update_that_is_not_waited_for_is_noticed(precision, monkeypatch, rng
     want = on(device.CpuDevice, ODD, 2, batches, 0.0, precision=precision)
 
     def trained(left_out: int) -> np.ndarray:
-        def planned(self, launches, gradients, insertions) -> None:
-            if insertions:
-                counts.append(len(insertions))
-                # Nor may another insertion be waited for, which comes behind it.
-                insertions = [replace(one, before=None) if i >= left_out else one for i, one in enumerate(insertions)]
-            plan(self, launches, gradients, insertions)
+        def planned(self, launches, gradients, hooks) -> None:
+            if hooks:
+                counts.append(len(hooks))
+                # Nor may another hook be waited for that comes after it.
+                hooks = [replace(one, before=None) if i >= left_out else one for i, one in enumerate(hooks)]
+            plan(self, launches, gradients, hooks)
 
         with monkeypatch.context() as patch:
             patch.setattr(recording.Plan, "__init__", planned)

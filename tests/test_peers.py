@@ -15,7 +15,6 @@ import device
 from device.errors import UserError
 from llmc.data.batches import Batches
 from llmc.files.checkpoint import load_checkpoint, read_model
-from llmc.model import weights
 from llmc.model.model import Model
 from llmc.model.tensors import num_parameters
 from llmc.model.weights import randomize
@@ -221,7 +220,7 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not_stopped(
 ):
     """On the same ranks, or of a bitwise run on any. A checkpoint holds the fp32 parameters, with which a run in
     another precision goes on."""
-    monkeypatch.setattr(weights, "STAGED", 3000)  # of 4,800 or more on a rank
+    monkeypatch.setattr(device, "STAGED", 3000)  # of 4,800 or more on a rank
     batches = rng.integers(0, ODD.vocab_size, (4, 6, 2, 1, T), dtype=np.int32)
 
     def trained(N: int, batches, **more) -> list[np.ndarray]:
@@ -244,7 +243,7 @@ def test_what_is_shared_out_is_saved_and_loaded_without_a_whole_copy_on_any_rank
     """To save, all ranks together, which are threads here, take the memory of a few pieces; to save or load, none makes
     room for more than a piece."""
     config, N, sizes, empty = replace(EVEN, num_layers=4), 3, [], device.CpuDevice.empty
-    monkeypatch.setattr(weights, "STAGED", 500)
+    monkeypatch.setattr(device, "STAGED", 500)
 
     def counted(self, shape, *dtype):
         sizes.append(np.prod(shape))

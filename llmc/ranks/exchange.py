@@ -29,7 +29,7 @@ from functools import cache
 from itertools import count
 
 import device
-from device import Insertion, Launch, ceil_div
+from device import Hook, Launch, ceil_div
 from kernels.encoder import add_sparse, encoder_backward_sparse
 from kernels.exchange import checksum, gather_rows, sum_buffers
 from llmc.model.adamw import AdamW
@@ -130,7 +130,7 @@ class Exchange:
         def batch(first: bool, last: bool, updates: bool) -> None:
             work(first or self.bitwise, last or self.bitwise)
 
-        recording = device.record(batch, [self.model.grads_memory], self.insertions)
+        recording = device.record(batch, [self.model.grads_memory], self.hooks)
 
         def forward_backward(first: bool, last: bool) -> None:
             updates = first and self.pending != []  # after a checkpoint, for example, nothing is pending
@@ -141,7 +141,7 @@ class Exchange:
                 self.rows.begin(first and planned, last)
                 if first and not planned:
                     self.rows.share_overflow()
-                    device.join_communication()
+                    device.wait_comm()
             recording(first, last, updates)
             if updates:
                 self.adamw.offload.pending = []
@@ -153,14 +153,14 @@ class Exchange:
 
         return forward_backward
 
-    def insertions(self, arguments: tuple[bool, bool, bool], launches: list[Launch]) -> list[Insertion]:
+    def hooks(self, arguments: tuple[bool, bool, bool], launches: list[Launch]) -> list[Hook]:
         """The work that is done beside these launches of a batch: the exchange between ranks, and the updates that the
         step before has left to this one. arguments: whether the batch is the first of its step, whether it is the last,
         and whether there are such updates."""
         first, last, updates = arguments
-        found: list[Insertion] = []
+        found: list[Hook] = []
         if updates and not self.sharded:
-            found += self.insertions_of_update(launches)
+            found += self.hooks_of_update(launches)
         if ranks.size() == 1:
             return found
         if first and self.sharded:
@@ -174,10 +174,10 @@ class Exchange:
 
     def start_sum(self, ranges: list[Range]) -> None:
         """Starts summing a bucket of gradients over all ranks."""
-        device.communicate(lambda _: self.sum_bucket(ranges), urgent=self.peers is None)
+        device.on_comm_stream(lambda _: self.sum_bucket(ranges), urgent=self.peers is None)
 
     def sum_bucket(self, ranges: list[Range]) -> None:
-        """Sums a bucket of gradients over all ranks, in the work of device.communicate."""
+        """Sums a bucket of gradients over all ranks, in the work of device.on_comm_stream."""
         if self.peers:
             self.copy_and_sum(ranges)
         else:
@@ -228,7 +228,7 @@ class Exchange:
             self.gather_sums()
         first, missing = self.late(checked)
         self.sum_late(first)
-        device.join_communication()
+        device.wait_comm()
         self.sum_late(missing)
 
     def late(self, checked: list[Range]) -> tuple[list[Range], list[Range]]:
@@ -254,16 +254,16 @@ class Exchange:
         if self.sharded:
             self.gather_first(early)
         else:
-            device.join_communication()
+            device.wait_comm()
         if self.adamw.offload and early:
             self.adamw.offload.pending = self.plan.later(self.rows.embedding)
             yield without(self.rows.embedding, early)
         else:
             yield without(everything, early)
-        device.join_communication()  # waits for what gather_first has started
+        device.wait_comm()  # waits for what gather_first has started
 
-    def insertions_of_update(self, launches: list[Launch]) -> list[Insertion]:
-        """With `--offload`, the insertions that update all parameters. Each comes before the first launch that reads
+    def hooks_of_update(self, launches: list[Launch]) -> list[Hook]:
+        """With `--offload`, the hooks that update all parameters. Each comes before the first launch that reads
         one of its parameters, or that reads or writes one of their gradients."""
         params, grads, config = self.model.params_memory, self.model.grads_memory, self.model.config
         touched = [parts_in(params, one.reads) + parts_in(grads, one.reads + one.writes) for one in launches]
@@ -278,7 +278,7 @@ class Exchange:
             return launch if launch < len(launches) else None
 
         return [
-            Insertion(lambda _, i=i, piece=piece: self.adamw.pass_piece(self.model, piece, i, len(pieces)),
+            Hook(lambda _, i=i, piece=piece: self.adamw.pass_piece(self.model, piece, i, len(pieces)),
                       before=before(piece))
             for i, piece in enumerate(pieces)
         ]  # fmt: skip
@@ -292,7 +292,7 @@ class Exchange:
     def add_squares(self, partials) -> None:
         """Adds up partial sums over all ranks."""
         collectives.all_reduce([partials])
-        device.join_communication()
+        device.wait_comm()
 
     def sum_late(self, ranges: list[Range]) -> None:
         """Starts summing gradients of `late` over all ranks, once all have come to this point.
@@ -324,7 +324,7 @@ class Exchange:
                 self.rows.add(self.peers)
             self.meet()  # from here on a rank may change what the other ranks have read
 
-        device.communicate(work)
+        device.on_comm_stream(work)
 
     def add_batch(self) -> None:
         """In a bitwise run, the end of a batch's backward: sums, this rank's shard, += the gradients of each rank's
@@ -342,7 +342,7 @@ class Exchange:
             collectives.exchange(sent, [(parts[r], r) for r in others] if length else [])
             for r in others:
                 addresses[r] = device.address(parts) + 4 * (r * length - start)
-        device.join_communication()
+        device.wait_comm()
         if length:
             sums = device.address(self.sums) - 4 * start  # the address that a whole flat buffer would have
             sum_buffers(
@@ -350,7 +350,7 @@ class Exchange:
                 4 * device.multiprocessors,
             )  # fmt: skip
         self.wait_for_ranks()  # until they have read this rank's gradients
-        device.join_communication()
+        device.wait_comm()
 
     def gather_sums(self) -> None:
         """Sets all gradients, on each rank, to the sums of a bitwise run's batches, which start again from 0."""
@@ -360,7 +360,7 @@ class Exchange:
         self.wait_for_ranks()
         self.start_gather("grads", [(0, self.model.grads_memory.size)])
         self.wait_for_ranks()  # until they have read this rank's sums
-        device.join_communication()
+        device.wait_comm()
 
     # Parameters
 
@@ -374,7 +374,7 @@ class Exchange:
         if self.sharded:
             self.wait_for_ranks()
             self.start_gather("params", [(0, self.model.params_memory.size)])
-            device.join_communication()
+            device.wait_comm()
 
     def gather_first(self, ranges: list[Range]) -> None:
         """Starts giving every rank the parameters with which forward begins (ranges: `plan.first`), once each rank has
@@ -392,10 +392,10 @@ class Exchange:
                     words = [in_words(one, self.model.params_memory) for one in owned]
                     sum_buffers(addresses[rank : rank + 1], addresses[r : r + 1], words, BLOCKS)
 
-        device.communicate(work)
+        device.on_comm_stream(work)
 
     def update_and_gather(self, ranges: list[Range], pieces: list[tuple[int, Piece]], count: int) -> None:
-        """With `--offload`, in the work of device.communicate: updates this rank's part of some ranges, and then gets
+        """With `--offload`, in the work of device.on_comm_stream: updates this rank's part of some ranges, and then gets
         the rest from the ranks that have updated it. pieces: of this rank's part, each with its number; there are
         `count` in all."""
         for number, piece in pieces:
@@ -407,10 +407,10 @@ class Exchange:
     def start_gather(self, name: str, ranges: list[Range]) -> None:
         """Starts to copy ranges of a flat buffer, "params" or "grads", from the ranks whose shards they are in to all
         ranks. Ranks with peer access must wait for one another first (`wait_for_ranks`)."""
-        device.communicate(lambda _: self.gather(name, ranges))
+        device.on_comm_stream(lambda _: self.gather(name, ranges))
 
     def gather(self, name: str, ranges: list[Range]) -> None:
-        """start_gather, in the work of device.communicate."""
+        """start_gather, in the work of device.on_comm_stream."""
         flat, rank, N = getattr(self.model, f"{name}_memory"), ranks.rank(), ranks.size()
         owned = [(r, one) for r, shard in enumerate(self.shards) for one in overlaps(ranges, [shard])]
         if not self.peers:
@@ -424,12 +424,12 @@ class Exchange:
     # Ranks with peer access
 
     def wait_for_ranks(self) -> None:
-        """With peer access: later work of device.communicate begins once all ranks have come to this point."""
+        """With peer access: later work of device.on_comm_stream begins once all ranks have come to this point."""
         if self.peers:
-            device.communicate(lambda _: self.meet())
+            device.on_comm_stream(lambda _: self.meet())
 
     def meet(self) -> None:
-        """A barrier of all ranks, in the work of device.communicate."""
+        """A barrier of all ranks, in the work of device.on_comm_stream."""
         barrier(self.peers.barrier_words.arrays, ranks.rank())
 
     # Checkpoints
@@ -497,8 +497,8 @@ class Rows:
         if exchange.peers:
             addresses, size, start = exchange.peers.params.addresses, exchange.shards[0][1], self.embedding[0][0]
             of_batch = batch.inputs, *batch.by_token, batch.B * batch.T, C
-            device.communicate(lambda _: gather_rows(addresses, ranks.rank(), size, start, *of_batch))
-        device.join_communication()
+            device.on_comm_stream(lambda _: gather_rows(addresses, ranks.rank(), size, start, *of_batch))
+        device.wait_comm()
         self.share_overflow()
 
     def share_overflow(self) -> None:
@@ -512,7 +512,7 @@ class Rows:
             collectives.all_reduce([self.norm[3:]])
         elif ranks.rank() == 0:
             norms = exchange.peers.norm.addresses
-            device.communicate(lambda _: sum_buffers(norms, norms, [(3, 4)], 1))
+            device.on_comm_stream(lambda _: sum_buffers(norms, norms, [(3, 4)], 1))
 
     def keep(self, dwpe, dout, C: int) -> None:
         """In the last batch of a step, on ranks with peer access: encoder_backward, but for the rows of this batch in
@@ -552,8 +552,8 @@ class StepPlan:
         the step begins with rows of it from all ranks."""
         return [one for ranges, _ in self.gathered for one in ranges if one not in embedding]
 
-    def gathers(self, exchange: Exchange, launches: list[Launch], updates: bool = False) -> list[Insertion]:
-        """Learns which parameters a step's launches read first. Returns the insertions that gather them. updates:
+    def gathers(self, exchange: Exchange, launches: list[Launch], updates: bool = False) -> list[Hook]:
+        """Learns which parameters a step's launches read first. Returns the hooks that gather them. updates:
         with `--offload`, they also update these."""
         model, embedding = exchange.model, exchange.rows.embedding
         vectors = without(model.added_to, embedding)
@@ -579,20 +579,20 @@ class StepPlan:
         self.first = first + vectors
         if not updates:
             return [
-                Insertion(lambda _, ranges=ranges: exchange.gather("params", ranges), (encoder,), reader)
+                Hook(lambda _, ranges=ranges: exchange.gather("params", ranges), (encoder,), reader)
                 for ranges, reader in self.gathered
             ]
         adamw, numbers = exchange.adamw, count()
         pieces = [adamw.pieces(model, [one for one in ranges if one not in embedding]) for ranges, _ in self.gathered]
         numbered, total = [[(next(numbers), piece) for piece in each] for each in pieces], sum(map(len, pieces))
         return [
-            Insertion(lambda _, ranges=ranges, own=own: exchange.update_and_gather(ranges, own, total),
+            Hook(lambda _, ranges=ranges, own=own: exchange.update_and_gather(ranges, own, total),
                       (encoder,), reader)
             for (ranges, reader), own in zip(self.gathered, numbered, strict=True)
         ]  # fmt: skip
 
-    def sums(self, exchange: Exchange, launches: list[Launch]) -> list[Insertion]:
-        """Learns when gradients are complete. Returns the insertions that sum them."""
+    def sums(self, exchange: Exchange, launches: list[Launch]) -> list[Hook]:
+        """Learns when gradients are complete. Returns the hooks that sum them."""
         model, embedding = exchange.model, exchange.rows.embedding if exchange.peers else []
         vectors = without(model.added_to, embedding)
         writes = [parts_in(model.grads_memory, launch.writes) for launch in launches]
@@ -617,7 +617,7 @@ class StepPlan:
                 bucket, after = [], []
         self.late = bucket + without(vectors, bucket) + without(embedding, bucket)
         return [
-            Insertion(lambda _, ranges=ranges: exchange.sum_bucket(ranges), after, urgent=exchange.peers is None)
+            Hook(lambda _, ranges=ranges: exchange.sum_bucket(ranges), after, urgent=exchange.peers is None)
             for ranges, after in self.buckets
         ]
 
