@@ -16,8 +16,7 @@
 // of some pieces; all are floats. Four numbers describe a piece: how many vectors the pieces before it have, its first
 // float, the float behind its last, and by how much its place differs in all buffers of `from` but the `own`-th. A call
 // adds up one of `shares` equal parts of all vectors, the `share`-th. aligned: whether each piece begins at a multiple
-// of 16 bytes and consists of whole vectors.
-// A buffer may be in both lists.
+// of 16 bytes in all buffers, and consists of whole vectors. A buffer may be in both lists.
 extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, const unsigned long long* from,
                                       int num_from, int own, const long long* pieces, int num_pieces, int share,
                                       int shares, int aligned) {

@@ -5,7 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import device
-from llmc.ranks import collectives, exchange, ranks
+from llmc.ranks import collectives, peer_transport, ranks
 
 import numpy as np
 
@@ -171,7 +171,7 @@ class Threads:
             (collectives, "peer_access", lambda: peers and N > 1), (collectives, "map_memory", self.map_memory),
             (collectives, "all_reduce", self.all_reduce), (collectives, "reduce", self.reduce),
             (collectives, "broadcast", self.broadcast), (collectives, "exchange", self.exchange),
-            (exchange, "barrier", self.barrier),
+            (peer_transport, "barrier", self.barrier),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, stands)
 

@@ -13,7 +13,11 @@ from llmc.model.adamw import AdamW
 from llmc.model.batch import Batch
 from llmc.model.model import Model
 from llmc.model.offload import Offload
-from llmc.ranks.exchange import Exchange, Rows, StepPlan
+from llmc.ranks.collective_transport import CollectiveTransport
+from llmc.ranks.embedding_rows import EmbeddingRows
+from llmc.ranks.exchange import Exchange
+from llmc.ranks.peer_transport import PeerTransport
+from llmc.ranks.plan import StepPlan
 from llmc.run.logger import Logs
 from llmc.run.run import Run
 from llmc.run.saver import Guard, Saver
@@ -163,8 +167,8 @@ def test_no_packages_import_one_another_in_a_circle():
 
 # A part of a run, and how many attributes it may have.
 PARTS = dict.fromkeys([
-    Model, AdamW, Batch, Cache, Activations, Training, Exchange, Rows, StepPlan, Writer, Saver, Validation, Watch, Logs,
-    Guard, Offload,
+    Model, AdamW, Batch, Cache, Activations, Training, Exchange, CollectiveTransport, PeerTransport, EmbeddingRows,
+    StepPlan, Writer, Saver, Validation, Watch, Logs, Guard, Offload,
 ], 8) | {Run: 12}  # fmt: skip
 
 

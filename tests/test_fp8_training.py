@@ -21,7 +21,7 @@ from llmc.model import fp8, offload
 from llmc.model.activations import Cache
 from llmc.model.fp8 import in_bf16, quantized_matrices
 from llmc.model.weights import load_weights
-from llmc.ranks import exchange
+from llmc.ranks import plan
 from llmc.run.validation import Validation
 from llmc.step.generation import Writer
 from llmc.step.update import adamw_update
@@ -70,7 +70,7 @@ def large_weights(monkeypatch):
     device.use("cpu")
     monkeypatch.setattr(fp8, "MIN_GAIN", 0)
     monkeypatch.setattr(offload, "PIECE", 4800)
-    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
+    monkeypatch.setattr(plan, "MIN_BUCKET", 500)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

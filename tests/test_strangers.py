@@ -3,6 +3,7 @@ breaks off in the midst of a message is named in one line, ends the job, and cos
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -221,6 +222,20 @@ if RANK == "1":
 """)  # fmt: skip
     _, error = run(folder, "--gpus", "2", path=path, code=1)
     assert error == "error: rank 1 runs another version of the code than rank 0: have the same on all machines\n"
+
+
+def test_every_source_file_counts_in_the_version_of_the_code(tmp_path, monkeypatch):
+    for name in ("llmc", "kernels", "device"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(handshake, "ROOT", tmp_path)
+    version, paths = handshake.version.__wrapped__, [path for path in tmp_path.rglob("*") if path.is_file()]
+    found = version()
+    for path in paths:
+        text = path.read_bytes()
+        path.write_bytes(text + b" ")
+        assert version() != found, path
+        path.write_bytes(text)
+    assert version() == found and len(paths) > 100
 
 
 # A rank that hangs

@@ -5,7 +5,7 @@ one after it is fetched. Fetches, updates and stores have a stream each, so byte
 time. A large tensor has many pieces, and small tensors share one.
 
 Updates may begin once the norm of all gradients is known. They run beside the next step's forward pass if this follows
-a plan (llmc/ranks/exchange.py), else at once.
+a plan (llmc/ranks/offloaded_updates.py), else at once.
 """
 
 from __future__ import annotations
