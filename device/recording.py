@@ -150,7 +150,7 @@ class Plan:
                 self.needed[one.before].append(number)
 
     def follow(self, device: Any, work: Callable[[], None]) -> None:
-        """Does `work`, and gives its launches, which are those of the plan, to the streams that the plan names."""
+        """Does `work`, and gives its launches, the same as the plan's, to the streams that the plan names."""
         marks: dict[int, Any] = {}
         done: dict[int, Any] = {}
         count = 0

@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Mark:
-    """A place in a stream, (stream, how many works are in front of it)."""
+    """A place in a stream, (stream, how many works come before it)."""
 
     place: tuple[list, int]
 

@@ -62,7 +62,7 @@ def test_sum_buffers_adds_one_buffer_after_another(dev, N, shares, scale, ranges
 @given(N=st.integers(1, 6), own=st.integers(0, 5), scale=st.sampled_from([1, 4, 57]), ranges=RANGES.filter(len),
        seed=st.integers(0, 99))  # fmt: skip
 def test_sum_buffers_finds_ranges_elsewhere_in_the_others_buffers(dev, N, own, scale, ranges, seed):
-    """Where they lie one behind another, each from a multiple of 4 on; the own buffer, which gets the sums, is flat."""
+    """One after another, each from a multiple of 4 on; the own buffer, which gets the sums, is flat."""
     own, ranges = own % N, [(scale * start, scale * end) for start, end in ranges]
     rng, lengths = np.random.default_rng(seed), [4 * -(-(end - start) // 4) for start, end in ranges]
     places = [sum(lengths[:i]) for i in range(len(lengths))]

@@ -66,7 +66,7 @@ class CollectiveTransport:
         """`meet`, beside what follows."""
 
     def sum_tail(self, ranges: list[Range], rows: EmbeddingRows) -> None:
-        """Sums the gradients that are complete only at backward's end. rows: those of the embedding."""
+        """Sums the gradients that are complete only at backward's end. rows: of the embedding."""
         if ranges:
             self.sum_bucket(ranges)
 

@@ -47,7 +47,7 @@ class Nccl:
         self.communicator = nccl.NcclCommunicator(ranks.size(), bytes(unique_id), ranks.rank())
 
     def group(self, calls: list[tuple]) -> None:
-        """Makes several calls as one. Each is a function of NCCL, and its arguments in front of the stream."""
+        """Makes several calls as one. Each is a function of NCCL, and its arguments but the last, the stream."""
 
         def work(stream: int) -> None:
             self.nccl.groupStart()
