@@ -35,7 +35,6 @@ from llmc.data.tokenizer import StreamDecoder, Tokenizer, load_model_tokenizer
 from llmc.files.checkpoint import read_model_header, training_flags
 from llmc.files.files import open_file
 from llmc.model.activations import Cache, choose_attention
-from llmc.model.weights import model_for_inference
 from llmc.run.arguments import (
     Parser,
     a_name,
@@ -50,7 +49,7 @@ from llmc.run.arguments import (
 )
 from llmc.run.program import run_program
 from llmc.run.settings import recorded_flags
-from llmc.step.generation import NOT_FINITE, Writer
+from llmc.step.generation import NOT_FINITE, Writer, model_for_inference
 from llmc.step.memory import check_text_memory
 from llmc.step.sampler import samplers_of
 

@@ -16,18 +16,18 @@ from device.cpu import CpuDevice, host_memory
 from device.cuda import CudaDevice
 from device.errors import UserError, first_line
 from device.observing import accesses, observe, observed_operation
-from device.recording import Insertion, Launch, Recording, touch
+from device.recording import Hook, Launch, Recording, touch
 from device.sources import Source, architecture_of, cuda_source, imported, kernel_declarations, source
 from device.tma import TensorMap
 
 import numpy as np
 
 __all__ = [
-    "BF16", "CpuDevice", "CudaDevice", "Insertion", "Launch", "Source", "TensorMap", "accesses", "architecture_of",
+    "BF16", "CpuDevice", "CudaDevice", "Hook", "Launch", "Source", "TensorMap", "accesses", "architecture_of",
     "ceil_div", "compile_all", "constant", "copy", "copy_in", "cuda_source", "fill_zero", "from_bf16", "gemm",
     "gemm_strided_batched", "host_memory", "kernel_declarations", "observe", "pieces", "record", "reserve", "scratch",
-    "source", "to_bf16", "to_floatX", "to_floats", "touch", "use", "use_precision", "use_recording", "why_not_cuda",
-    "width", "zeros",
+    "source", "staged", "to_bf16", "to_floatX", "to_floats", "touch", "use", "use_precision", "use_recording",
+    "why_not_cuda", "width", "zeros",
 ]  # fmt: skip
 
 # What to do if CUDA does not work, by a part of its message.
@@ -39,6 +39,8 @@ REMEDIES = {
     "MemoryAllocation": GPU_IS_FULL, "ALLOC_FAILED": GPU_IS_FULL, "Out of memory": GPU_IS_FULL,
     "DevicesUnavailable": "another program has the GPU to itself; nvidia-smi names it",
 }
+
+STAGED = 1 << 20  # floats that go to the device at a time; these stay in the host's caches
 
 why_not_cuda = ""  # why "auto" chose the CPU, in a line; empty if it did not
 
@@ -104,18 +106,18 @@ def use_recording(on: bool) -> None:
 
 def record(
     work: Callable[..., None], gradients: list[Any] = (),
-    insertions: Callable[[tuple, list[Launch]], list[Insertion]] = lambda arguments, launches: [],
+    hooks: Callable[[tuple, list[Launch]], list[Hook]] = lambda arguments, launches: [],
 ) -> Recording:  # fmt: skip
     """A function that does `work` each time it is called. From the second call with the same arguments on, it replays
     the launches as recording.py says, on CUDA as a graph, unless `use_recording` has turned that off.
 
-    gradients: arrays that hold weights' gradients. insertions: a function that is called once for each combination of
-    arguments, with these and the launches that were noted. It returns the insertions to do beside these launches.
+    gradients: arrays that hold weights' gradients. hooks: a function that is called once for each combination of
+    arguments, with these and the launches that were noted. It returns the work to do beside these launches.
 
     For the same arguments `work` must always give the device the same launches on the same arrays. It must not copy to
     or from the host.
     """
-    return Recording(current.device, work, list(gradients), insertions)
+    return Recording(current.device, work, list(gradients), hooks)
 
 
 def gemm(
@@ -195,6 +197,18 @@ def copy_in(dst, src: np.ndarray) -> None:
     if not src.flags.c_contiguous or src.size > dst.size or src.dtype != dst.dtype:
         raise ValueError(f"{src.dtype} {src.shape} does not fit into {dst.dtype} {dst.shape}, or is not contiguous")
     current.device.copy_in(dst, src)
+
+
+def staged(values: np.ndarray | None, n: int) -> Iterator[tuple[int, Any]]:
+    """The pieces of a flat fp32 array (n,) of the host, one after another on the device, each with the place of its
+    first number. None: the pieces are uninitialised."""
+    room = current.device.empty((min(STAGED, n),))
+    for at in range(0, n, STAGED):
+        piece = room[: min(STAGED, n - at)]
+        if values is not None:
+            copy_in(piece, values[at : at + piece.size])
+        yield at, piece
+        current.device.synchronize()  # from now on the caller may change the values
 
 
 def pieces(array) -> Iterator[np.ndarray]:

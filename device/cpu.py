@@ -41,7 +41,7 @@ class CpuDevice:
     multiprocessors = 4  # not the number of cores: the way in which a sum is shared out decides how it is rounded
     has_streams = False  # so a plan runs in program order
     stream = main_stream = side_stream = fetch_stream = update_stream = store_stream = None
-    in_communication = False
+    in_comm_work = False
 
     def __init__(self):
         self.kernels: dict[tuple[Path, str, np.dtype], Callable[..., None]] = {}  # which Source.launch has found
@@ -234,24 +234,23 @@ class CpuDevice:
         device only records what it gives. On the CPU, `work` runs at each launch."""
         return CpuGraph(work)
 
-    def communicate(self, work: Callable[[int], None], urgent: bool = True, after: list | None = None) -> None:
+    def on_comm_stream(self, work: Callable[[int], None], urgent: bool = True, after: list | None = None) -> None:
         """Calls `work` with a CUDA stream for communication between GPUs. All that `work` launches and copies goes to
         this stream. It begins after the marks `after`; without marks, after all work that the present stream has been
-        given. It runs beside what follows, until `join_communication`. If it is urgent, its kernels come before all
-        others; else they run when the others leave room. All work of `communicate` is done in the order of the
-        calls."""
-        outer, self.in_communication = self.in_communication, True
+        given. It runs beside what follows, until `wait_comm`. If it is urgent, its kernels come before all others; else
+        they run when the others leave room. All work of `on_comm_stream` is done in the order of the calls."""
+        outer, self.in_comm_work = self.in_comm_work, True
         try:
             work(0)
         finally:
-            self.in_communication = outer
+            self.in_comm_work = outer
 
-    def communicated(self) -> Any:
-        """A mark behind all work of `communicate` so far."""
+    def mark_comm(self) -> Any:
+        """A mark after all work of `on_comm_stream` so far."""
         return None
 
-    def join_communication(self) -> None:
-        """Makes the present stream wait for all work of `communicate`. A graph does so at its end."""
+    def wait_comm(self) -> None:
+        """Makes the present stream wait for all work of `on_comm_stream`. A graph does so at its end."""
 
     # Other GPUs of this machine
 

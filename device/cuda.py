@@ -66,7 +66,7 @@ class CudaDevice:
         self.blas = Cublas(cupy, [self.main_stream, self.side_stream])
         self.gemm, self.gemm_strided_batched = self.blas.gemm, self.blas.gemm_strided_batched
         self.capturing, self.recording = False, True
-        self.communicating, self.in_communication = None, False
+        self.comm_stream, self.in_comm_work = None, False
         self.use_precision("tf32")
 
     def use_precision(self, precision: str) -> str:
@@ -226,7 +226,7 @@ class CudaDevice:
         self.waiting.add(stream)
 
     def capture(self, work: Callable[[], None]):
-        self.join_communication()
+        self.wait_comm()
         with self.blas.captured():
             self.main_stream.begin_capture()
             self.capturing = True
@@ -234,33 +234,33 @@ class CudaDevice:
                 self.wait(self.side_stream, self.mark(self.main_stream))  # so the side stream belongs to the graph
                 work()
                 self.wait(self.main_stream, self.mark(self.side_stream))
-                self.join_communication()
+                self.wait_comm()
             finally:
                 self.capturing = False
                 graph = self.main_stream.end_capture()
         return graph
 
-    def communicate(self, work: Callable[[int], None], urgent: bool = True, after: list | None = None) -> None:
+    def on_comm_stream(self, work: Callable[[int], None], urgent: bool = True, after: list | None = None) -> None:
         stream = self.urgent_stream if urgent else self.patient_stream
         for mark in after or [self.mark(self.stream)]:
             self.wait(stream, mark)
-        if self.communicating not in (None, stream):
-            self.wait(stream, self.mark(self.communicating))
-        outer, self.in_communication = self.in_communication, True
+        if self.comm_stream not in (None, stream):
+            self.wait(stream, self.mark(self.comm_stream))
+        outer, self.in_comm_work = self.in_comm_work, True
         try:
             with self.on(stream):
                 work(stream.ptr)
         finally:
-            self.in_communication = outer
-        self.communicating = stream
+            self.in_comm_work = outer
+        self.comm_stream = stream
 
-    def communicated(self):
-        return self.mark(self.communicating or self.stream)
+    def mark_comm(self):
+        return self.mark(self.comm_stream or self.stream)
 
-    def join_communication(self) -> None:
-        if self.communicating:
-            self.wait(self.stream, self.communicated())
-            self.communicating = None
+    def wait_comm(self) -> None:
+        if self.comm_stream:
+            self.wait(self.stream, self.mark_comm())
+            self.comm_stream = None
 
     # Other GPUs of this machine
 

@@ -1,6 +1,6 @@
-"""Errors that the user must mend, and any error in one line. Also says in a line that Python is too old, that a package
-is missing, and that the user has interrupted the imports: all programs import something of ours, and so this file,
-before any package."""
+"""Errors that the user must mend, any error in one line, and lines on stderr. Also says in a line that Python is too
+old, that a package is missing, and that the user has interrupted the imports: all programs import something of ours,
+and so this file, before any package."""
 
 import sys
 
@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -37,6 +38,12 @@ def escaped(text: object) -> str:
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its type if there is no message."""
     return next(filter(None, (line.strip(" =") for line in str(error).splitlines())), type(error).__name__)
+
+
+def say(text: str) -> None:
+    """Prints a line to stderr. It is no error if nobody reads it."""
+    with suppress(OSError, ValueError):
+        print(escaped(text), file=sys.stderr, flush=True)
 
 
 def requirements_of(package: str) -> str | None:

@@ -10,7 +10,7 @@
    3% more for SmolLM2. A wait that an earlier one implies is left out.
 
 From the second call on, a device replays the launches in that order. A GPU replays them as a CUDA graph, with one call
-of the host. An insertion is work that another part of the program wants done beside a step, such as the exchange of
+of the host. A hook is work that another part of the program wants done beside a step, such as the exchange of
 gradients. It says after which launches it may begin, and before which launch it must be done.
 """
 
@@ -30,12 +30,21 @@ Range = tuple[int, int]  # addresses of bytes: start, end
 @dataclass
 class Launch:
     """A kernel launch, product, memset or copy. reads: the bytes that it reads. sets: those that it overwrites without
-    reading them. updates: those that it may read and write."""
+    reading them. updates: those that it may read and write. name: the kernel's, or one of the device's own operations
+    (observing.py: OPERATIONS)."""
 
     name: str
     reads: list[Range] = field(default_factory=list)
     sets: list[Range] = field(default_factory=list)
     updates: list[Range] = field(default_factory=list)
+
+    @property
+    def is_product(self) -> bool:
+        return self.name == "gemm"
+
+    @property
+    def is_memset(self) -> bool:
+        return self.name == "fill_zero"
 
     @property
     def needs(self) -> list[Range]:
@@ -51,8 +60,8 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Insertion:
-    """Work for `communicate` that is done beside a recorded step, in the order in which insertions are listed.
+class Hook:
+    """Work for `on_comm_stream` that is done beside a recorded step, in the order in which hooks are listed.
 
     It begins after the launches `after`, given by their numbers; if there are none, at the beginning. If `before` is
     given, this launch waits for it. If it is urgent, its kernels come before the step's."""
@@ -82,20 +91,20 @@ def noted(name: str, arguments: dict[str, Any]) -> Launch:
     return Launch(name, ranges[READS], ranges[SETS], ranges[UPDATES])
 
 
-def place(launches: list[Launch], gradients: list[Range]) -> list[bool]:
+def choose_streams(launches: list[Launch], gradients: list[Range]) -> list[bool]:
     """Rule 1: for each launch, whether it runs on the side stream. gradients: the addresses of weights' gradients."""
     side = [False] * len(launches)
     for i in reversed(range(len(launches))):
         writes = launches[i].writes
-        is_product = launches[i].name == "gemm" and touch(writes, gradients)
-        for_side = [only_side_reads(one, i, launches, side, gradients) for one in writes] if not is_product else []
-        side[i] = is_product or bool(for_side) and all(for_side)
+        makes_gradient = launches[i].is_product and touch(writes, gradients)
+        for_side = [] if makes_gradient else [only_side_reads(one, i, launches, side, gradients) for one in writes]
+        side[i] = makes_gradient or bool(for_side) and all(for_side)
     return side
 
 
 def only_side_reads(one: Range, i: int, launches: list[Launch], side: list[bool], gradients: list[Range]) -> bool:
-    """Whether launches of the side stream, at least one, and no others read what launch i writes to a range, until a
-    launch sets the range anew. This is false for a gradient, because the update reads it and is not recorded."""
+    """Whether every launch that reads what launch i writes to a range, before the range is overwritten, runs on the
+    side stream, and there is one. False for a gradient: AdamW's update, which is not recorded, reads it later."""
     if touch([one], gradients):
         return False
     found = False
@@ -126,35 +135,35 @@ def waits(launches: list[Launch], side: list[bool]) -> list[int | None]:
 class Plan:
     """Decides how a noted step is given to the device's streams."""
 
-    def __init__(self, launches: list[Launch], gradients: list[Range], insertions: list[Insertion]):
+    def __init__(self, launches: list[Launch], gradients: list[Range], hooks: list[Hook]):
         self.launches = launches
-        self.side = place(launches, gradients)
+        self.side = choose_streams(launches, gradients)
         self.waits = waits(launches, self.side)
-        self.insertions = insertions
-        self.marked = {j for j in self.waits if j is not None} | {j for one in insertions for j in one.after}
-        # Insertions keep their order. Each begins after the latest launch that it, or an insertion before it, needs.
+        self.hooks = hooks
+        self.marked = {j for j in self.waits if j is not None} | {j for one in hooks for j in one.after}
+        # Hooks keep their order. Each begins after the latest launch that it, or a hook before it, needs.
         self.begins, self.needed, latest = defaultdict(list), defaultdict(list), -1
-        for number, one in enumerate(insertions):
+        for number, one in enumerate(hooks):
             latest = max((latest, *one.after))
             self.begins[latest].append(number)
             if one.before is not None:
                 self.needed[one.before].append(number)
 
     def follow(self, device: Any, work: Callable[[], None]) -> None:
-        """Does `work`, and gives its launches, which are those of the plan, to the streams that the plan names."""
+        """Does `work`, and gives its launches, the same as the plan's, to the streams that the plan names."""
         marks: dict[int, Any] = {}
         done: dict[int, Any] = {}
         count = 0
 
         def begin(launch: int) -> None:
             for number in self.begins[launch]:
-                one = self.insertions[number]
-                device.communicate(one.work, one.urgent, after=[marks[j] for j in one.after])
-                done[number] = device.communicated()
+                one = self.hooks[number]
+                device.on_comm_stream(one.work, one.urgent, after=[marks[j] for j in one.after])
+                done[number] = device.mark_comm()
 
         def give(name: str, arguments: dict, launch: Callable[[], None]) -> None:
             nonlocal count
-            if device.in_communication:  # an insertion's own
+            if device.in_comm_work:  # a hook launches it
                 launch()
                 return
             i, count = count, count + 1
@@ -181,22 +190,22 @@ class Recording:
 
     def __init__(
         self, device: Any, work: Callable[..., None], gradients: list[Any],
-        insertions: Callable[[tuple, list[Launch]], list[Insertion]],
+        hooks: Callable[[tuple, list[Launch]], list[Hook]],
     ):  # fmt: skip
-        self.device, self.work, self.gradients, self.insertions = device, work, gradients, insertions
+        self.device, self.work, self.gradients, self.hooks = device, work, gradients, hooks
         self.replays = device.recording
         self.plans: dict[tuple, Plan] = {}
         self.graphs: dict[tuple, Any] = {}
 
     def follows_plan(self, *arguments: object) -> bool:
-        """Whether the next call with these arguments does the insertions, too. The first call does not, because it
+        """Whether the next call with these arguments does the hooks' work, too. The first call does not, because it
         notes the launches. If recording was turned off when this was made, none does."""
         return self.replays and arguments in self.plans
 
     def __call__(self, *arguments: object) -> None:
         if arguments not in self.plans:
             self.plans[arguments] = self.note(arguments)
-        elif not self.replays or not self.device.has_streams and not self.plans[arguments].insertions:
+        elif not self.replays or not self.device.has_streams and not self.plans[arguments].hooks:
             self.work(*arguments)
         else:
             if arguments not in self.graphs:
@@ -211,11 +220,11 @@ class Recording:
         launches: list[Launch] = []
 
         def observer(name: str, given: dict, launch: Callable[[], None]) -> None:
-            if not self.device.in_communication:
+            if not self.device.in_comm_work:
                 launches.append(noted(name, given))
             launch()
 
         with observe(observer):
             self.work(*arguments)
         ranges = [range_of(array) for array in self.gradients]
-        return Plan(launches, ranges, self.insertions(arguments, launches))
+        return Plan(launches, ranges, self.hooks(arguments, launches))

@@ -14,10 +14,9 @@
 
 // to[m][i] = from[0][i] + from[1][i] + ... + from[num_from - 1][i], in this order, for each buffer of `to` and each i
 // of some pieces; all are floats. Four numbers describe a piece: how many vectors the pieces before it have, its first
-// float, the float behind its last, and by how much its place differs in all buffers of `from` but the `own`-th. A call
+// float, the float after its last, and by how much its place differs in all buffers of `from` but the `own`-th. A call
 // adds up one of `shares` equal parts of all vectors, the `share`-th. aligned: whether each piece begins at a multiple
-// of 16 bytes and consists of whole vectors.
-// A buffer may be in both lists.
+// of 16 bytes in all buffers, and consists of whole vectors. A buffer may be in both lists.
 extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, const unsigned long long* from,
                                       int num_from, int own, const long long* pieces, int num_pieces, int share,
                                       int shares, int aligned) {
@@ -57,7 +56,7 @@ extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, 
     });
 }
 
-// Copies rows of a table (V, C), those of a batch's tokens, each once, from the ranks that own them. The table begins
+// Copies the rows of a batch's tokens in a table (V, C), each once, from the ranks that own them. The table begins
 // at number `start` of a flat buffer of floatX. Rank r, whose buffer is at buffers[r], owns the r-th `length` numbers.
 // order, count (N): the batch's positions, sorted by token (encoder.cu). A warp copies a row.
 // Block: (WARP_SIZE, rows).

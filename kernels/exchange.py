@@ -22,7 +22,8 @@ def sum_buffers(
     lengths = [ceil_div(end - start, width) for start, end in ranges]
     shifts = [place - start for place, (start, _) in zip(places or [start for start, _ in ranges], ranges, strict=True)]
     pieces = tuple(number for i, one in enumerate(ranges) for number in (sum(lengths[:i]), *one, shifts[i]))
-    aligned = all(start % 4 == 0 and (end - start) % width == 0 for start, end in ranges)
+    starts = [start for start, _ in ranges] + (places or [])
+    aligned = all(start % 4 == 0 for start in starts) and all((end - start) % width == 0 for start, end in ranges)
     work = device.constant(pieces, np.int64), len(ranges), share, shares, int(aligned)
     cu.launch("sum_kernel", (blocks,), (512,), (to, to.size, sources, sources.size, own, *work))
 

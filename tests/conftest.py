@@ -21,7 +21,7 @@ import device
 from device import cpu
 from device.errors import UserError
 from llmc.model.model import Model
-from llmc.ranks import ranks
+from llmc.ranks.launcher import SIGNALS
 from llmc.run import program
 from llmc.run.trainer import run_trainer
 from train_gpt2_fp32 import train
@@ -245,7 +245,7 @@ def trainer_here(monkeypatch, capsys):
         assert ended == code, (ended, out[-2000:], error)
         return out, error
 
-    handlers = {number: signal.getsignal(number) for number in ranks.SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     yield trainer_here
     for number, handler in handlers.items():  # a run that has begun takes them
         signal.signal(number, handler)

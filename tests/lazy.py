@@ -5,13 +5,13 @@ from functools import partial
 from types import SimpleNamespace
 
 import device
-from llmc.ranks import collectives, exchange, ranks
+from llmc.ranks import collectives, peer_transport, ranks
 
 import numpy as np
 
 
 class Mark:
-    """A place in a stream, (stream, how many works are in front of it)."""
+    """A place in a stream, (stream, how many works come before it)."""
 
     place: tuple[list, int]
 
@@ -46,7 +46,7 @@ class LazyDevice(device.CpuDevice):
         self.main_stream, self.side_stream, self.urgent_stream = ([] for _ in range(3))
         self.fetch_stream, self.update_stream, self.store_stream = ([] for _ in range(3))
         self.done = {id(stream): 0 for stream in self.streams}
-        self.stream, self.communicating, self.tape = self.main_stream, False, None
+        self.stream, self.comm_stream, self.tape = self.main_stream, False, None
         self.time = 0.0  # its clock: each work takes a millisecond
         for name in ("copy_in", "copy_out", "fill_zero", "copy", "gemm", "gemm_strided_batched"):
             setattr(self, name, partial(self.put, getattr(self, name)))
@@ -85,20 +85,20 @@ class LazyDevice(device.CpuDevice):
     def on(self, stream: list):
         return On(self, stream)
 
-    def communicate(self, work, urgent=True, after=None) -> None:
+    def on_comm_stream(self, work, urgent=True, after=None) -> None:
         for mark in after or [self.mark(self.stream)]:
             self.wait(self.urgent_stream, mark)
         with self.on(self.urgent_stream):
-            super().communicate(work)
-        self.communicating = True
+            super().on_comm_stream(work)
+        self.comm_stream = True
 
-    def communicated(self) -> Mark:
+    def mark_comm(self) -> Mark:
         return self.mark(self.urgent_stream)
 
-    def join_communication(self) -> None:
-        if self.communicating:
-            self.wait(self.stream, self.communicated())
-            self.communicating = False
+    def wait_comm(self) -> None:
+        if self.comm_stream:
+            self.wait(self.stream, self.mark_comm())
+            self.comm_stream = False
 
     def capture(self, work):
         """Runs `work` once, as CUDA does, and replays the launches that `work` gave to the device."""
@@ -106,7 +106,7 @@ class LazyDevice(device.CpuDevice):
         self.wait(self.side_stream, self.mark(self.main_stream))
         work()
         self.wait(self.main_stream, self.mark(self.side_stream))
-        self.join_communication()
+        self.wait_comm()
         self.tape = None
         return SimpleNamespace(launch=lambda stream: [self.give(*one) for one in tape])
 
@@ -171,7 +171,7 @@ class Threads:
             (collectives, "peer_access", lambda: peers and N > 1), (collectives, "map_memory", self.map_memory),
             (collectives, "all_reduce", self.all_reduce), (collectives, "reduce", self.reduce),
             (collectives, "broadcast", self.broadcast), (collectives, "exchange", self.exchange),
-            (exchange, "barrier", self.barrier),
+            (peer_transport, "barrier", self.barrier),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, stands)
 
@@ -209,7 +209,7 @@ class Threads:
 
     def together(self, work) -> None:
         """Gives work, in which all ranks take part, to the device, as a collective of NCCL is."""
-        device.communicate(lambda _: self.later(work))
+        device.on_comm_stream(lambda _: self.later(work))
 
     def sum_of(self, x: np.ndarray) -> np.ndarray:
         """What the ranks have in x, added up in their order."""

@@ -26,7 +26,7 @@ from llmc.files.checkpoint import (
     write_model,
 )
 from llmc.model.tensors import num_parameters
-from llmc.model.weights import model_for_inference
+from llmc.step.generation import model_for_inference
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np

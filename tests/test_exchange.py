@@ -1,14 +1,16 @@
-"""exchange.cu: sums in the order of the ranks, rows of a table, checksums. exchange.py: barriers, and how flat buffers
+"""exchange.cu: sums in the order of the ranks, rows of a table, checksums. llmc/ranks/: barriers, and how flat buffers
 are shared out."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import device
-from kernels.exchange import checksum, gather_rows, sum_buffers
+from kernels.exchange import checksum, cu, gather_rows, sum_buffers
 from llmc.data.dataloader import sort_by_token
+from llmc.model.ranges import rounds, share_length, share_of
 from llmc.ranks import ranks
-from llmc.ranks.exchange import barrier, buckets, shards_of, share_length, share_of
+from llmc.ranks.peer_transport import barrier
+from llmc.ranks.shards import shards_of
 from llmc.step.memory import Plan, training_sizes
 from models import ODD
 from oracle import guarded, normal
@@ -60,7 +62,7 @@ def test_sum_buffers_adds_one_buffer_after_another(dev, N, shares, scale, ranges
 @given(N=st.integers(1, 6), own=st.integers(0, 5), scale=st.sampled_from([1, 4, 57]), ranges=RANGES.filter(len),
        seed=st.integers(0, 99))  # fmt: skip
 def test_sum_buffers_finds_ranges_elsewhere_in_the_others_buffers(dev, N, own, scale, ranges, seed):
-    """Where they lie one behind another, each from a multiple of 4 on; the own buffer, which gets the sums, is flat."""
+    """One after another, each from a multiple of 4 on; the own buffer, which gets the sums, is flat."""
     own, ranges = own % N, [(scale * start, scale * end) for start, end in ranges]
     rng, lengths = np.random.default_rng(seed), [4 * -(-(end - start) // 4) for start, end in ranges]
     places = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -76,6 +78,20 @@ def test_sum_buffers_finds_ranges_elsewhere_in_the_others_buffers(dev, N, own, s
         sources = addresses(dev, *(out if r == own else memory.read(rooms[r]) for r in range(N)))
         sum_buffers(addresses(dev, out), sources, ranges, 3, own=own, places=places)
     assert dev.to_host(out).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("start, rest, place, aligned", [
+    (4, 0, 0, 1), (4, 0, 8, 1), (4, 0, 6, 0), (6, 0, 8, 0), (4, -1, 8, 0),
+])  # fmt: skip
+def test_a_sum_loads_vectors_only_if_all_that_it_reads_is_aligned(start, rest, place, aligned):
+    """The ranges, and their places in other buffers: on a GPU a load of 16 bytes from another address fails."""
+    device.use("cpu")
+    n, seen = 2 * cu.width + rest, []
+    flat, room = np.arange(n + 8, dtype=np.float32), np.arange(n + 8, dtype=np.float32)
+    with device.observe(lambda name, arguments, work: (seen.append(arguments["aligned"]), work())):
+        sum_buffers(addresses(device, flat), addresses(device, flat, room), [(start, start + n)], 1, places=[place])
+    assert seen == [aligned]
+    assert np.array_equal(flat[start : start + n], np.arange(start, start + n) + np.arange(place, place + n))
 
 
 @given(N=st.integers(1, 40), V=st.integers(1, 30), C=st.integers(1, 90), ranks_=st.integers(1, 5),
@@ -168,14 +184,14 @@ def test_operations_on_words_are_done_in_their_order(dev):
 
 
 @given(ranges=RANGES, room=st.sampled_from([4, 8, 40]), N=st.integers(1, 5), scale=st.sampled_from([1, 4, 13]))
-def test_buckets_are_all_of_the_ranges_and_a_share_of_one_fits_its_room(ranges, room, N, scale):
+def test_rounds_are_all_of_the_ranges_and_a_share_of_one_fits_its_room(ranges, room, N, scale):
     ranges = [(scale * start, scale * end) for start, end in ranges]
-    found = list(buckets(ranges, room, N))
-    members = [i for bucket in found for start, end in bucket for i in range(start, end)]
+    found = list(rounds(ranges, room, N))
+    members = [i for one in found for start, end in one for i in range(start, end)]
     assert members == [i for start, end in ranges for i in range(start, end)]
-    assert all(0 < sum(share_length(one, N) for one in bucket) <= room for bucket in found)
-    for bucket in found:
-        for one in bucket:
+    assert all(0 < sum(share_length(one, N) for one in ranges) <= room for ranges in found)
+    for ranges in found:
+        for one in ranges:
             shares = [share_of(one, r, N) for r in range(N)]
             assert shares[0][0] == one[0] and shares[-1][1] == one[1]
             assert all(a[1] == b[0] for a, b in pairwise(shares))

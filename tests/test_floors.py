@@ -13,7 +13,11 @@ from llmc.model.adamw import AdamW
 from llmc.model.batch import Batch
 from llmc.model.model import Model
 from llmc.model.offload import Offload
-from llmc.ranks.exchange import Exchange, Rows, StepPlan
+from llmc.ranks.collective_transport import CollectiveTransport
+from llmc.ranks.embedding_rows import EmbeddingRows
+from llmc.ranks.exchange import Exchange
+from llmc.ranks.peer_transport import PeerTransport
+from llmc.ranks.plan import StepPlan
 from llmc.run.logger import Logs
 from llmc.run.run import Run
 from llmc.run.saver import Guard, Saver
@@ -137,10 +141,34 @@ def test_no_modules_import_one_another_in_a_circle():
     assert circle(graph() | {"kernels.gelu": {"train_gpt2_fp32"}})
 
 
+def package_of(module: str) -> str:
+    """device, kernels, or a folder of llmc/."""
+    first, *rest = module.split(".")
+    return f"{first}.{rest[0]}" if first == "llmc" and rest else first
+
+
+def packages(of: dict[str, set[str]]) -> dict[str, set[str]]:
+    """What the modules of each package import of other packages."""
+    found = {}
+    for module, imported in of.items():
+        if module.split(".")[0] in ("device", "kernels", "llmc"):
+            own = package_of(module)
+            found.setdefault(own, set()).update({package_of(one) for one in imported} - {own, "llmc"})
+    return found
+
+
+def test_no_packages_import_one_another_in_a_circle():
+    """Two folders may import each other without a circle of modules. But then neither can be read first."""
+    found = packages(graph())
+    assert {"device", "kernels", "llmc.model", "llmc.run"} <= found.keys() and "llmc.model" in found["llmc.files"]
+    assert circle(found) == []
+    assert set(circle(packages(graph() | {"llmc.model.loss": {"llmc.files.files"}}))) == {"llmc.files", "llmc.model"}
+
+
 # A part of a run, and how many attributes it may have.
 PARTS = dict.fromkeys([
-    Model, AdamW, Batch, Cache, Activations, Training, Exchange, Rows, StepPlan, Writer, Saver, Validation, Watch, Logs,
-    Guard, Offload,
+    Model, AdamW, Batch, Cache, Activations, Training, Exchange, CollectiveTransport, PeerTransport, EmbeddingRows,
+    StepPlan, Writer, Saver, Validation, Watch, Logs, Guard, Offload,
 ], 8) | {Run: 12}  # fmt: skip
 
 

@@ -17,11 +17,11 @@ from device.fp8 import from_e4m3
 from kernels.fp8 import quantized
 from kernels.fp8.quantized import Quantized, QuantizedWeight, WeightGradient
 from llmc.data.batches import Batches
-from llmc.model import fp8, offload, weights
+from llmc.model import fp8, offload
 from llmc.model.activations import Cache
 from llmc.model.fp8 import in_bf16, quantized_matrices
 from llmc.model.weights import load_weights
-from llmc.ranks import exchange
+from llmc.ranks import plan
 from llmc.run.validation import Validation
 from llmc.step.generation import Writer
 from llmc.step.update import adamw_update
@@ -70,7 +70,7 @@ def large_weights(monkeypatch):
     device.use("cpu")
     monkeypatch.setattr(fp8, "MIN_GAIN", 0)
     monkeypatch.setattr(offload, "PIECE", 4800)
-    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
+    monkeypatch.setattr(plan, "MIN_BUCKET", 500)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -427,7 +427,7 @@ def test_all_ranks_end_with_the_same_bits_and_a_bitwise_run_with_those_of_one(
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_a_text_is_written_with_the_numbers_of_the_quantized_weights(dev, monkeypatch, config):  # noqa: F811
     """The logits are those of a bf16 model with these numbers: of a prompt and of a token, in one text and in three."""
-    monkeypatch.setattr(weights, "STAGED", 1000)
+    monkeypatch.setattr(device, "STAGED", 1000)
     flat = flat_parameters(config)
     rounded, texts = flat.copy(), random_texts(config, 3, 17)
     for name in quantized_matrices(kind_of(config), config):

@@ -15,7 +15,8 @@ import device
 from device import recording
 from llmc.model import fp8, offload
 from llmc.model.batch import Batch
-from llmc.ranks import collectives, exchange, ranks
+from llmc.model.ranges import range_in
+from llmc.ranks import collectives, embedding_rows, peer_transport, plan, ranks
 from llmc.step.training import Training, make_training
 from models import ODD, ONE_OF_EACH, kind_of
 from train_gpt2_fp32 import GPT2Config, training_step
@@ -28,10 +29,10 @@ import pytest
 N, B, T = 2, 2, 8
 OF_PARTS = {
     "model": ("params_memory", "grads_memory"), "adamw": ("m", "v", "low", "norm"),
-    "exchange": ("received", "sums"),
+    "exchange": ("sums",),
 }  # fmt: skip
 OTHERS_OF_GPU = ("side", "urgent", "patient", "fetch", "update", "store")  # its streams beside the main one
-SPARSE = ("wte_values", "wte_indices")
+RECEIVED = ("received", "wte_values", "wte_indices")
 
 
 def span(x: np.ndarray, length: int | None = None) -> tuple[int, int]:
@@ -70,14 +71,14 @@ class Gpu(device.CpuDevice):
     mark), ("meet", stream), ("work", stream, name, reads, writes) and, behind a recorded graph, ("joined", stream)."""
 
     on, switch = device.CudaDevice.on, device.CudaDevice.switch
-    communicate, communicated = device.CudaDevice.communicate, device.CudaDevice.communicated
-    join_communication = device.CudaDevice.join_communication
+    on_comm_stream, mark_comm = device.CudaDevice.on_comm_stream, device.CudaDevice.mark_comm
+    wait_comm = device.CudaDevice.wait_comm
     has_streams = True
     blas = SimpleNamespace(use_stream=lambda stream: None, captured=nullcontext)
 
     def begin(self, rank: int, rows: int) -> None:
         self.rows, self.rank, self.log, self.regions = rows, rank, [], defaultdict(list)
-        self.capturing, self.communicating, self.main_stream = False, None, Stream(rank, "main", self.log)
+        self.capturing, self.comm_stream, self.main_stream = False, None, Stream(rank, "main", self.log)
         self.stream = self.main_stream
         self.new_streams()
 
@@ -118,7 +119,7 @@ class Gpu(device.CpuDevice):
         wants that it ends on the first."""
 
         def launch(stream: Stream) -> None:
-            assert self.communicating is None, "nobody waits for what has been communicated before a graph"
+            assert self.comm_stream is None, "nobody waits for the communication before a graph"
             outside = {f"{name}_stream": getattr(self, f"{name}_stream") for name in OTHERS_OF_GPU}
             self.new_streams()
             device.CudaDevice.capture(self, work)
@@ -187,12 +188,12 @@ def logs_of(config, monkeypatch, count=1, record=True, precision="fp32", **flags
             gpu.log.append(("meet", gpu.stream))
             gpu.note("all_reduce", [], [span(x) for x in arrays])
 
-        device.communicate(work)
+        device.on_comm_stream(work)
 
     for module, name, stands in (
         (ranks, "size", lambda: N), (ranks, "rank", lambda: rank[0]), (collectives, "peer_access", lambda: True),
         (collectives, "map_memory", map_memory), (collectives, "all_reduce", all_reduce),
-        (exchange, "LARGEST_BUCKET", 400), (exchange, "SMALLEST_BUCKET", 1000),
+        (peer_transport, "MAX_ROUND", 400), (plan, "MIN_BUCKET", 1000),
         (offload, "PIECE", 4000), (fp8, "MIN_GAIN", 0),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, stands)
@@ -205,7 +206,7 @@ def logs_of(config, monkeypatch, count=1, record=True, precision="fp32", **flags
         arrays = {name: getattr(parts[part], name) for part, names in OF_PARTS.items() for name in names}
         if precision == "fp8":
             arrays["quantized weights"] = trainings[-1].model.fp8.memory
-        arrays |= {name: shared_arrays[name].arrays[-1] for name in SPARSE if name in shared_arrays}
+        arrays |= {name: shared_arrays[name].arrays[-1] for name in RECEIVED if name in shared_arrays}
         if flags.get("offload"):
             buffers = parts["adamw"].offload.buffers
             arrays |= {f"row {k} of buffer {i}": x for i, rows in enumerate(buffers) for k, x in enumerate(rows)}
@@ -362,16 +363,16 @@ def test_a_wait_of_what_passes_through_the_device_that_is_missing_is_noticed(nam
 ], ids=str)  # fmt: skip
 def test_a_gather_that_is_not_waited_for_is_noticed(config, monkeypatch):
     """Whichever it is, but for one that nothing reads in the same step; and without any left out there is no race."""
-    plan, counts = recording.Plan.__init__, []
+    init, counts = recording.Plan.__init__, []
     for left_out in range(12):
         if counts and left_out > max(counts):
             break
-        def planned(self, launches, gradients, insertions, left_out=left_out):
-            waited = [i for i, one in enumerate(insertions) if one.before is not None]
+        def planned(self, launches, gradients, hooks, left_out=left_out):
+            waited = [i for i, one in enumerate(hooks) if one.before is not None]
             counts.append(len(waited))
             if left_out < len(waited):
-                insertions[waited[left_out]] = replace(insertions[waited[left_out]], before=None)
-            plan(self, launches, gradients, insertions)
+                hooks[waited[left_out]] = replace(hooks[waited[left_out]], before=None)
+            init(self, launches, gradients, hooks)
 
         with monkeypatch.context() as patch:
             patch.setattr(recording.Plan, "__init__", planned)
@@ -381,7 +382,7 @@ def test_a_gather_that_is_not_waited_for_is_noticed(config, monkeypatch):
 
 
 def test_rows_of_the_embedding_that_are_not_waited_for_are_noticed(monkeypatch):
-    monkeypatch.setattr(exchange.Rows, "gather", lambda self, wte, C: setattr(
-        self, "embedding", [exchange.range_in(wte, self.exchange.model.params_memory)]))  # fmt: skip
+    monkeypatch.setattr(embedding_rows.EmbeddingRows, "gather", lambda self, wte, C: setattr(
+        self, "embedding", [range_in(wte, self.model.params_memory)]))  # fmt: skip
     with pytest.raises(AssertionError):
         assert_no_race(*logs_of(CONFIGS[0], monkeypatch, sharded=True))

@@ -23,7 +23,7 @@ from llmc.data.tokenizer import Tokenizer, byte_letters
 from llmc.files.checkpoint import newest_checkpoint, read_model_header, read_record
 from llmc.files.files import make_header
 from llmc.model.tensors import padded
-from llmc.ranks import ranks
+from llmc.ranks.launcher import SIGNALS
 from llmc.run import program
 from llmc.run.trainer import run_trainer
 from models import write_record
@@ -146,7 +146,7 @@ def tokenizer_json() -> dict:
 
 def trainer(*flags: str) -> bool:
     """Whether train_gpt2_fp32.py runs to its end with these flags, in this process."""
-    handlers = {number: signal.getsignal(number) for number in ranks.SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     usual = ["--device", "cpu", "-g", "0", "-m", "1", "--checkpoint-dir", "run"]
     arguments, sys.argv, program.last_checkpoint = sys.argv, ["train_gpt2_fp32.py", *usual, *flags], None
     try:

@@ -297,7 +297,7 @@ def test_random_weights_are_the_originals_and_depend_on_the_seed(model_dev, monk
 
     params, again, other = (parameters(seed) for seed in (1, 1, 2))
     assert np.array_equal(params, again) and not np.array_equal(params, other)
-    monkeypatch.setattr("llmc.model.weights.STAGED", 1000)  # in many pieces the numbers are the same
+    monkeypatch.setattr("device.STAGED", 1000)  # in many pieces the numbers are the same
     assert np.array_equal(params, parameters(1))
     params = name_parameters(params, config)
     large, small = {

@@ -16,7 +16,7 @@ from device import host, progress, recording
 from llmc.data.batches import Batches
 from llmc.model import offload
 from llmc.model.weights import randomize
-from llmc.ranks import exchange
+from llmc.ranks import plan
 from llmc.step import memory as training_parts
 from llmc.step.training import make_training
 from llmc.step.update import adamw_update
@@ -42,7 +42,7 @@ def small_pieces(monkeypatch):
     """A tensor has several, and several tensors share one. Each test begins in fp32 on the CPU."""
     device.use("cpu")
     monkeypatch.setattr(offload, "PIECE", 4800)
-    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
+    monkeypatch.setattr(plan, "MIN_BUCKET", 500)
 
 
 def drawn(rng, config, steps: int, count: int) -> np.ndarray:
@@ -222,17 +222,17 @@ def test_a_fetch_or_a_store_that_is_left_out_is_noticed(precision, piece, rng, m
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_update_that_is_not_waited_for_is_noticed(precision, monkeypatch, rng):
     """Whichever piece it is: the first launch that needs it would come too early."""
-    batches, plan, counts = drawn(rng, ODD, 4, 1), recording.Plan.__init__, []
+    batches, init, counts = drawn(rng, ODD, 4, 1), recording.Plan.__init__, []
     monkeypatch.setattr(offload, "PIECE", 1 << 15)
     want = on(device.CpuDevice, ODD, 2, batches, 0.0, precision=precision)
 
     def trained(left_out: int) -> np.ndarray:
-        def planned(self, launches, gradients, insertions) -> None:
-            if insertions:
-                counts.append(len(insertions))
-                # Nor may another insertion be waited for, which comes behind it.
-                insertions = [replace(one, before=None) if i >= left_out else one for i, one in enumerate(insertions)]
-            plan(self, launches, gradients, insertions)
+        def planned(self, launches, gradients, hooks) -> None:
+            if hooks:
+                counts.append(len(hooks))
+                # Nor may another hook be waited for that comes after it.
+                hooks = [replace(one, before=None) if i >= left_out else one for i, one in enumerate(hooks)]
+            init(self, launches, gradients, hooks)
 
         with monkeypatch.context() as patch:
             patch.setattr(recording.Plan, "__init__", planned)

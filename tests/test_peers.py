@@ -15,11 +15,11 @@ import device
 from device.errors import UserError
 from llmc.data.batches import Batches
 from llmc.files.checkpoint import load_checkpoint, read_model
-from llmc.model import weights
 from llmc.model.model import Model
+from llmc.model.ranges import length, parameter_ranges
 from llmc.model.tensors import num_parameters
 from llmc.model.weights import randomize
-from llmc.ranks import collectives, exchange, ranks
+from llmc.ranks import collectives, exchange, peer_transport, plan, ranks
 from llmc.run import program
 from llmc.run.saver import Saver
 from llmc.step.training import Training, make_training
@@ -154,9 +154,9 @@ def test_ranks_train_as_one(precision, config, N, of_each, lazy, peers, flags, g
     batches = rng.integers(0, config.vocab_size, (3, of_each * N, 2, B, T), dtype=np.int32)
     flags = flags | {"precision": precision}
     one, start = (train(config, B, these, grad_clip, **flags) for these in (batches, batches[:0]))
-    monkeypatch.setattr(exchange, "LARGEST_BUCKET", 100)
+    monkeypatch.setattr(peer_transport, "MAX_ROUND", 100)
     if lazy is LazyDevice:  # else all is one bucket
-        monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
+        monkeypatch.setattr(plan, "MIN_BUCKET", 500)
     found = Threads(N, monkeypatch, peers).run(lambda rank: train(config, B, batches, grad_clip, **flags), lazy)
     assert all(np.array_equal(found[0], other) for other in found[1:])
     if "bitwise" in flags:
@@ -172,7 +172,7 @@ def test_ranks_train_as_one(precision, config, N, of_each, lazy, peers, flags, g
 @pytest.mark.parametrize("bitwise", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_moments_that_are_shared_out_change_no_bit(precision, bitwise, peers, monkeypatch, rng):
-    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
+    monkeypatch.setattr(plan, "MIN_BUCKET", 500)
     batches, flags = rng.integers(0, ODD.vocab_size, (3, 4, 2, 2, T), dtype=np.int32), {"bitwise": bitwise}
 
     def trained(sharded: bool) -> list[np.ndarray]:
@@ -189,7 +189,7 @@ def test_a_step_of_gpt2_has_the_plan_that_the_book_shows(monkeypatch, rng):
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S):
         exec(block, page)
     config = replace(ODD, num_layers=12, num_heads=2, channels=24)
-    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", (1 << 22) // 32**2)
+    monkeypatch.setattr(plan, "MIN_BUCKET", (1 << 22) // 32**2)
     plans = []
     monkeypatch.setattr(exchange, "StepPlan", lambda kind=exchange.StepPlan: plans.append(kind()) or plans[-1])
     batches = rng.integers(0, config.vocab_size, (2, 2, 2, 1, T), dtype=np.int32)
@@ -197,15 +197,43 @@ def test_a_step_of_gpt2_has_the_plan_that_the_book_shows(monkeypatch, rng):
 
     layers = [(name, range(config.num_layers) if of[0] == "L" else [0]) for name, of in config.parameters()]
     names = [(name, layer) for name, of in layers for layer in of]
-    found = dict(zip(exchange.parameter_ranges(config), names, strict=True))
-    (of_embedding, _), *buckets = plans[0].buckets
-    assert [found[one] for one in of_embedding] == [("wte", 0)]
-    assert [[found[one] for one in ranges] for ranges, _ in buckets] == page["buckets"]
-    assert [found[one] for one in plans[0].late if one in found][: len(page["late"])] == page["late"]
-    assert [found[one] for one in plans[0].first if one in found][:3] == [("qkvw", 0), ("attprojw", 0), ("fcw", 0)]
-    gathered = [[found[one] for one in ranges] for ranges, _ in plans[0].gathered]
+    found = dict(zip(parameter_ranges(config), names, strict=True))
+    embedding, *buckets = plans[0].sum_buckets
+    assert [found[one] for one in embedding.ranges] == [("wte", 0)]
+    assert [[found[one] for one in bucket.ranges] for bucket in buckets] == page["buckets"]
+    assert [found[one] for one in plans[0].tail_grads if one in found][: len(page["late"])] == page["late"]
+    first = [found[one] for one in plans[0].first_params if one in found]
+    assert first[:3] == [("qkvw", 0), ("attprojw", 0), ("fcw", 0)]
+    gathered = [[found[one] for one in bucket.ranges] for bucket in plans[0].gather_buckets]
     assert gathered[:2] == [[("fcprojw", 0), ("qkvw", 1), ("attprojw", 1)], [("fcw", 1), ("fcprojw", 1)]]
     assert gathered[-1] == [("wte", 0)]
+
+
+def test_a_step_without_products_is_summed_at_its_end():
+    """A plan knows a step by what its launches read and write. It looks for products, but need not find any."""
+    device.use("cpu")
+    model, learned = kind_of(ODD)(ODD, T), plan.StepPlan()
+    backward = device.Launch("a kernel", updates=[device.recording.range_of(model.grads_memory)])
+    learned.learn_sums(model, [backward], [])
+    assert not learned.sum_buckets and length(learned.tail_grads) == model.grads_memory.size
+
+
+@pytest.mark.parametrize("bitwise", [False, True])
+@pytest.mark.parametrize("peers", [False, True])
+def test_the_memory_of_an_exchange_is_counted(peers, bitwise, monkeypatch):
+    """All but the barrier's words, four bytes a rank."""
+    N, B = 3, 2
+
+    def of_rank(rank: int) -> int:
+        training = make_training(kind_of(ODD), ODD, B, T, "softmax", sharded=True, bitwise=bitwise)
+        own, allocated = device.current.device, []
+        empty = own.empty
+        own.empty = lambda *of: allocated.append(empty(*of)) or allocated[-1]
+        exchange.Exchange(training.model, training.adamw, training.batch, True, bitwise)
+        counted = exchange.exchange_bytes(ODD, B, T, bitwise)
+        return sum(array.nbytes for array in allocated) - sum(counted.values())
+
+    assert Threads(N, monkeypatch, peers).run(of_rank) == [4 * N * peers] * N
 
 
 # Checkpoints
@@ -221,7 +249,7 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not_stopped(
 ):
     """On the same ranks, or of a bitwise run on any. A checkpoint holds the fp32 parameters, with which a run in
     another precision goes on."""
-    monkeypatch.setattr(weights, "STAGED", 3000)  # of 4,800 or more on a rank
+    monkeypatch.setattr(device, "STAGED", 3000)  # of 4,800 or more on a rank
     batches = rng.integers(0, ODD.vocab_size, (4, 6, 2, 1, T), dtype=np.int32)
 
     def trained(N: int, batches, **more) -> list[np.ndarray]:
@@ -244,7 +272,7 @@ def test_what_is_shared_out_is_saved_and_loaded_without_a_whole_copy_on_any_rank
     """To save, all ranks together, which are threads here, take the memory of a few pieces; to save or load, none makes
     room for more than a piece."""
     config, N, sizes, empty = replace(EVEN, num_layers=4), 3, [], device.CpuDevice.empty
-    monkeypatch.setattr(weights, "STAGED", 500)
+    monkeypatch.setattr(device, "STAGED", 500)
 
     def counted(self, shape, *dtype):
         sizes.append(np.prod(shape))
@@ -284,7 +312,7 @@ def test_a_step_gathers_parameters_once(flags, monkeypatch, rng):
         threads.together(lambda: gathered.append(sum(x.size for x, _ in pieces)))
 
     monkeypatch.setattr(collectives, "broadcast", broadcast)
-    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
+    monkeypatch.setattr(plan, "MIN_BUCKET", 500)
 
     def floats_of(batches: int) -> int:
         gathered.clear()
@@ -319,7 +347,7 @@ def renamed(kind: type[Model]) -> type[Model]:
 @pytest.mark.parametrize("config", EACH, ids=str)
 def test_nothing_outside_a_script_knows_a_tensor_by_its_name(config, flags, precision, N, monkeypatch, rng):
     """With other names it trains to the same bits."""
-    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
+    monkeypatch.setattr(plan, "MIN_BUCKET", 500)
     batches = rng.integers(0, config.vocab_size, (2, N, 2, 1, T), dtype=np.int32)
     kind = kind_of(config)
     theirs = renamed(kind)
@@ -359,9 +387,9 @@ def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(peers, monkeypatc
         of.grads.layer[ODD.num_layers - 1].fcw[0, 0] = 1e30
         adamw_update(of, adamw, shared, 1e-2, 1)
         own = float(adamw.norm[3])
-        shared.wait_for_ranks()
-        shared.rows.share_overflow()
-        shared.wait_for_ranks()
+        shared.transport.wait_for_ranks()
+        shared.transport.share_overflow()
+        shared.transport.wait_for_ranks()
         return own, float(adamw.norm[3])
 
     own, of_all = zip(*Threads(3, monkeypatch, peers).run(flags_of), strict=True)

@@ -21,7 +21,7 @@ from llmc.data.dataloader import write_tokens
 from llmc.data.tokenizer import write_tokenizer
 from llmc.files.checkpoint import read_model, read_record
 from llmc.ranks import ranks
-from llmc.ranks.ranks import find_place, first_host
+from llmc.ranks.environment import find_place, first_host
 from llmc.run.logger import read_log
 from llmc.run.report import StopRequest
 from models import TINY, described
@@ -274,7 +274,7 @@ def test_several_ranks_train_as_one_does_and_what_they_save_goes_on_on_any_numbe
     *(pytest.param(model, 3, "1", "0", marks=pytest.mark.long) for model in SCRIPTS if model != "gpt2"),
 ])  # fmt: skip
 def test_a_bf16_run_that_is_resumed_has_the_bits_of_one_that_was_not_stopped(folder, model, gpus, zero, bitwise):
-    """And a run in another precision, on another number of ranks, goes on from what it has saved."""
+    """And a run in another precision, on another number of ranks, goes on from its checkpoint."""
     flags = ["-z", zero, "--bitwise", bitwise, "--grad-clip", "0.5", "-c", "0.1", "--checkpoint-dir"]
     gpus = most(folder) if gpus > 2 else gpus
     run(folder, "--precision", "bf16", *steps(*flags, "whole", "-n", "2", gpus=gpus, last=4), model=model)
@@ -384,7 +384,7 @@ if os.environ.get("RANK") == "1":
 
 @pytest.mark.long
 def test_a_checkpoint_that_cannot_be_written_is_said_and_the_ranks_go_on(folder):
-    """The disk is full behind the parameters, in the midst of the moments, which the ranks hand to rank 0."""
+    """The disk is full after the parameters, in the midst of the moments, which the ranks hand to rank 0."""
     run(folder, "-x", "1", "--checkpoint-dir", "whole")
     limit = (folder / "whole" / "step_00000001" / "model.bin").stat().st_size + 20_000
     process = start(

@@ -72,7 +72,7 @@ CONFLICTS = {
     "writes what the other reads": lambda a, b: device.touch(a.sets + a.updates, b.reads + b.updates),
     "writes what the other writes": lambda a, b: device.touch(a.sets + a.updates, b.sets + b.updates),
 }
-# A product of the side stream (into the gradient at 18) in front of a launch that conflicts with it. What is copied
+# A product of the side stream (into the gradient at 18) before a launch that conflicts with it. What is copied
 # from 0 keeps the product before it off the side stream.
 NOTICED = {
     "reads what the other writes": [("gemm +=", 18, 0, 8), ("copy", 4, 18, 18)],

@@ -3,6 +3,7 @@ breaks off in the midst of a message is named in one line, ends the job, and cos
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,8 @@ from pathlib import Path
 
 from device.errors import UserError
 from llmc.files.checkpoint import load_checkpoint, newest_checkpoint
-from llmc.ranks import handshake, ranks
+from llmc.ranks import handshake, launcher
+from llmc.ranks.group import LENGTH
 from llmc.ranks.handshake import HELLO, MAGIC, PROOF, RANDOM, find_secret, make_key, prove
 from llmc.ranks.heartbeat import Heartbeat, hang_after
 
@@ -194,7 +196,7 @@ def test_the_words_of_a_peer_are_escaped_and_set_no_exit_status(folder):
             time.sleep(0.1)
     with peer:
         for message in b'["value", "h\\u001b[2J"]', b'["failed", "\\u001b[2J\\nstep 1/1: all is well", 0]':
-            peer.sendall(ranks.LENGTH.pack(len(message)) + message)
+            peer.sendall(LENGTH.pack(len(message)) + message)
         _, error = finish(process, 1)
     assert error == "error: rank 1 on h\\x1b[2J: \\x1b[2J\\nstep 1/1: all is well\n"
 
@@ -221,6 +223,20 @@ if RANK == "1":
 """)  # fmt: skip
     _, error = run(folder, "--gpus", "2", path=path, code=1)
     assert error == "error: rank 1 runs another version of the code than rank 0: have the same on all machines\n"
+
+
+def test_every_source_file_counts_in_the_version_of_the_code(tmp_path, monkeypatch):
+    for name in ("llmc", "kernels", "device"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(handshake, "ROOT", tmp_path)
+    version, paths = handshake.version.__wrapped__, [path for path in tmp_path.rglob("*") if path.is_file()]
+    found = version()
+    for path in paths:
+        text = path.read_bytes()
+        path.write_bytes(text + b" ")
+        assert version() != found, path
+        path.write_bytes(text)
+    assert version() == found and len(paths) > 100
 
 
 # A rank that hangs
@@ -271,9 +287,9 @@ def test_a_deadline_that_is_none_is_refused(wish):
 
 def test_a_wrong_deadline_is_refused_before_ranks_are_started(monkeypatch):
     monkeypatch.setenv("LLMC_HANG_AFTER", "x")
-    monkeypatch.setattr(ranks.subprocess, "Popen", lambda *_, **__: pytest.fail("a rank was started"))
+    monkeypatch.setattr(launcher.subprocess, "Popen", lambda *_, **__: pytest.fail("a rank was started"))
     with pytest.raises(UserError, match="LLMC_HANG_AFTER is x"):
-        ranks.launch(2)
+        launcher.launch(2)
 
 
 @pytest.mark.long
@@ -382,6 +398,8 @@ root, kind, victim, script = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4]
 sys.path.insert(0, root)
 import torch.distributed, train_gpt2_fp32
 from llmc.ranks import ranks
+from llmc.ranks.group import LENGTH
+from llmc.ranks.launcher import launch
 
 def breaks(moment):
     time.sleep(moment)
@@ -393,7 +411,7 @@ def breaks(moment):
     if kind == "closed":
         return peer.connection.shutdown(socket.SHUT_RDWR)
     with peer.sending:
-        peer.connection.sendall(ranks.LENGTH.pack(1000) + b'["value", "')
+        peer.connection.sendall(LENGTH.pack(1000) + b'["value", "')
         time.sleep(random.Random(moment).choice([0, 1000]))  # more messages follow, or nothing does
 
 class Forked:
@@ -437,7 +455,7 @@ for line in sys.stdin:
     moment = float(line)
     launcher = os.fork()
     if not launcher:
-        os._exit(ranks.launch(4))
+        os._exit(launch(4))
     print(os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1]), flush=True)
 """
 

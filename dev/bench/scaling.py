@@ -104,7 +104,7 @@ def time_sum(array, calls: int = 10) -> float:
         started = time.perf_counter()
         for _ in range(count):
             collectives.all_reduce([array])
-        device.join_communication()
+        device.wait_comm()
         device.synchronize()
     return 1000 * (time.perf_counter() - started) / calls if ranks.size() > 1 else 0.0
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import device
-from device.errors import UserError
+from device.errors import UserError, say
 from llmc.files import record as records
 from llmc.files.directory import Directory, Lock, make_directory, why
 from llmc.files.files import (
@@ -74,7 +74,7 @@ def model_path(path: str | Path) -> Path:
     if newest is None:
         raise UserError(f"{path}: neither a model.bin nor a checkpoint in it; name a .bin or a --checkpoint-dir")
     if ranks.rank() == 0:
-        ranks.say(f"{path}: its newest checkpoint is {newest.name}")
+        say(f"{path}: its newest checkpoint is {newest.name}")
     _check_saved_tokenizer(newest / "model.bin")
     return newest / "model.bin"
 

@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from device.errors import UserError
-from llmc.ranks import ranks
+from device.errors import UserError, say
 
 PATIENCE = 30  # seconds for a lock; a job that is queued again may start while the old one is still ending
 BEGINNING = b"process "  # of what is in a lock's file; a power cut may leave a part of it, or zeros
@@ -203,7 +202,7 @@ class Lock:
                     raise UserError(f"{place} is in use by {holder}: wait for it to end, or choose another {flag}")
                 if not said:
                     said = True
-                    ranks.say(f"{place} is in use by {holder}: waiting up to {PATIENCE} s for it to end")
+                    say(f"{place} is in use by {holder}: waiting up to {PATIENCE} s for it to end")
                 time.sleep(0.2)
             self.release = undo = weakref.finalize(self, _release, file, self.directory, path.name, made)
             file.truncate(0)
@@ -220,7 +219,7 @@ def _lock(descriptor: int, directory: Directory, name: str, place: str | Path) -
     except OSError as error:
         if error.errno in TAKEN:
             return False
-        ranks.say(f"{place}: cannot be locked ({why(error)}): make sure that no other run writes there")
+        say(f"{place}: cannot be locked ({why(error)}): make sure that no other run writes there")
         return True
     try:
         directory.check_in_place()

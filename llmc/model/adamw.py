@@ -91,8 +91,8 @@ class AdamW:
             for number, piece in enumerate(pieces):
                 self.pass_piece(model, piece, number, len(pieces))
 
-        device.communicate(work)
-        device.join_communication()
+        device.on_comm_stream(work)
+        device.wait_comm()
 
     def pieces(self, model: Model, wanted: list[Range]) -> list[Piece]:
         """Cuts those of some ranges of the parameters that are in the shard into pieces, in the given order."""

@@ -22,8 +22,8 @@ class Batch:
     random (RANDOM_WORDS,)  what random_words makes for dropout; None in a pass without it
 
     dropout: the rate and the seed of dropout; None without it. positions, int32 (B,): where each sequence begins in its
-    text; None: at 0, as in training. rows: Rows of llmc/ranks/exchange.py, which exchange the embedding's rows among
-    ranks; None on a single rank.
+    text; None: at 0, as in training. rows: EmbeddingRows of llmc/ranks/embedding_rows.py, which exchange the
+    embedding's rows among ranks; None on a single rank.
     """
 
     def __init__(self, B: int, T: int, dropout: tuple[float, int] | None = None, positions=None):
@@ -63,7 +63,7 @@ def embedding_forward(out, batch: Batch, wte, wpe, B: int, T: int, C: int, dropo
 def embedding_backward(dwte, dwpe, dout, batch: Batch, B: int, T: int, C: int) -> None:
     """encoder_backward for a batch: from dout (B,T,C), adds to dwte (Vp,C), and to dwpe (maxT,C) if there is one. In
     a step's last batch several ranks may keep dwte's rows instead. adamw_update then sums them over ranks."""
-    if batch.rows and batch.rows.leaves:
+    if batch.rows and batch.rows.deferred:
         batch.rows.keep(dwpe, dout, C)
     else:
         encoder_backward(dwte, dwpe, dout, batch.inputs, *batch.by_token, B, T, C)

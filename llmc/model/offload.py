@@ -5,7 +5,7 @@ one after it is fetched. Fetches, updates and stores have a stream each, so byte
 time. A large tensor has many pieces, and small tensors share one.
 
 Updates may begin once the norm of all gradients is known. They run beside the next step's forward pass if this follows
-a plan (llmc/ranks/exchange.py), else at once.
+a plan (llmc/ranks/offloaded_updates.py), else at once.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Offload:
 
     def pass_through(self, piece: Piece, update: Callable[..., None], number: int, count: int) -> None:
         """Fetches a piece, calls update(start, end, decay, *arrays) for each of its parts, and stores the piece. Call
-        it in the work of device.communicate, once for each of `count` pieces; `number` counts them from 0. The stream
-        of device.communicate then waits until the piece is updated, and after the last one until all are stored."""
+        it in the work of device.on_comm_stream, once for each of `count` pieces; `number` counts them from 0. The
+        stream of this work then waits until the piece is updated, and after the last one until all are stored."""
         caller, fetches, updates, stores = device.stream, device.fetch_stream, device.update_stream, device.store_stream
         if number == 0:
             self.free = [device.mark(caller)] * BUFFERS

@@ -23,7 +23,6 @@ from types import SimpleNamespace
 
 from device.errors import UserError
 from kernels.matmul import transposes
-from llmc.files.files import make_header
 
 import numpy as np
 
@@ -247,12 +246,13 @@ class Config:
         """The model file's header, 32-bit words. This one is our own, for a model that llm.c has no file for:
         int32[256]: MAGIC, version 1, and in their order the fields that are whole numbers, flags, or words, these by
         their places in CHOICES; float64[128]: the fields that are floats."""
-        values = {field: getattr(self, field.name) for field in fields(self)}
-        ints = [self.CHOICES[f.name].index(x) if f.type is str else x for f, x in values.items() if f.type is not float]
-        floats = np.zeros(128, "<f8")
-        given = [x for f, x in values.items() if f.type is float]
+        values = [(field, getattr(self, field.name)) for field in fields(self)]
+        whole = [self.CHOICES[f.name].index(x) if f.type is str else x for f, x in values if f.type is not float]
+        given = [x for f, x in values if f.type is float]
+        ints, floats = np.zeros(256, "<i4"), np.zeros(128, "<f8")
+        ints[: 2 + len(whole)] = self.MAGIC, 1, *whole
         floats[: len(given)] = given
-        return np.concatenate([make_header(self.MAGIC, 1, *ints), floats.view("<i4")])
+        return np.concatenate([ints, floats.view("<i4")])
 
     @classmethod
     def from_header(cls, header: np.ndarray, source: str) -> "Config":

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from math import prod
-from pathlib import Path
 
 import device
 from kernels.adamw import split
-from llmc.files.checkpoint import conversion, read_model
 from llmc.model.adamw import AdamW
 from llmc.model.fp8 import put_quantized, quantized_matrices
 from llmc.model.model import Model
 from llmc.model.tensors import layout, num_parameters, shape_of, without
 
 import numpy as np
-
-STAGED = 1 << 20  # floats of a tensor that go to the device at a time; these stay in the host's caches
-
-
-def on_device(values: np.ndarray | None, n: int) -> Iterator[tuple[int, object]]:
-    """The pieces of a flat fp32 array (n,) of the host, one after another on the device, each with the place of its
-    first number. None: the pieces are uninitialised."""
-    staged = device.empty((min(STAGED, n),))
-    for at in range(0, n, STAGED):
-        piece = staged[: min(STAGED, n - at)]
-        if values is not None:
-            device.copy_in(piece, values[at : at + piece.size])
-        yield at, piece
-        device.synchronize()  # from now on the caller may change the values
 
 
 def put(model: Model, adamw: AdamW | None, start: int, values) -> None:
@@ -63,7 +46,7 @@ def zero(model: Model, adamw: AdamW | None) -> None:
 
 
 def load_weights(
-    model: Model, adamw: AdamW | None, tensors: Mapping[str, np.ndarray] | None, pieces: Callable = on_device
+    model: Model, adamw: AdamW | None, tensors: Mapping[str, np.ndarray] | None, pieces: Callable = device.staged
 ) -> None:  # fmt: skip
     """Sets the parameters to those of a file, which `read_model` gives. Rows that the file lacks become 0. In bf16
     AdamW's v may hold something already, without signs. pieces: what brings the numbers to the device."""
@@ -88,13 +71,13 @@ def randomize(model: Model, adamw: AdamW | None, seed: int) -> None:
         raise ValueError(f"{type(model).__name__}: first_weights names {min(unknown)}, which is none of PARAMETERS")
     zero(model, adamw)
     done, total, shown = 0, num_parameters(config), time.monotonic()
-    random, staged = np.random.default_rng(seed), np.empty(min(STAGED, total), np.float32)
+    random, staged = np.random.default_rng(seed), np.empty(min(device.STAGED, total), np.float32)
     sizes = config.sizes()
     for name, symbols in config.parameters():
         shape = shape_of(symbols, sizes)
         used = prod(shape) // sizes["Vp"] * sizes["V"] if symbols[0] == "Vp" else prod(shape)  # the rest stays 0
-        for start in range(0, prod(shape), STAGED):
-            piece = staged[: min(STAGED, prod(shape) - start)]
+        for start in range(0, prod(shape), device.STAGED):
+            piece = staged[: min(device.STAGED, prod(shape) - start)]
             if name in deviations:
                 random.standard_normal(out=piece, dtype=np.float32)
                 piece *= np.float32(deviations[name])
@@ -103,21 +86,9 @@ def randomize(model: Model, adamw: AdamW | None, seed: int) -> None:
             else:
                 break
             kept = piece[: max(0, used - start)]
-            for _, values in on_device(kept, kept.size):
+            for _, values in device.staged(kept, kept.size):
                 put_part(model, adamw, name, start, values)
             done += piece.size
             if time.monotonic() - shown > 5:
                 shown = time.monotonic()
                 print(f"random weights: {100 * done // total}% of {total:,}", flush=True)
-
-
-def model_for_inference(kind: type[Model], path: str | Path, T: int) -> Model:
-    """The model in a `.bin`, without gradients, for texts of up to T tokens. Raises UserError as `read_model` does. If
-    its weights are converted, stderr says so."""
-    config, tensors = read_model(path, kind.Config)
-    model = kind(config, T, inference=True)
-    quantized = f"{path}: large weights of the layers become e4m3, the others bf16" if model.fp8 else ""
-    if converted := quantized or conversion(path, kind.Config):
-        print(converted, file=sys.stderr, flush=True)
-    load_weights(model, None, tensors)
-    return model

@@ -1,8 +1,8 @@
 """What all ranks do together with device arrays: sums, broadcasts, exchanges. NCCL does it for GPUs, and gloo, through
 PyTorch, for the CPU device.
 
-On CUDA all of it goes to streams of its own, beside those that compute (`device.communicate`).
-`device.join_communication` waits for it. A step that is recorded as a graph records it, too. Every rank must ask for
+On CUDA all of it goes to streams of its own, beside those that compute (`device.on_comm_stream`).
+`device.wait_comm` waits for it. A step that is recorded as a graph records it, too. Every rank must ask for
 the same things in the same order.
 """
 
@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import device
 from device.errors import UserError, first_line
-from llmc.model import weights
 from llmc.ranks import ranks
 from llmc.ranks.handshake import listen
 
@@ -48,7 +47,7 @@ class Nccl:
         self.communicator = nccl.NcclCommunicator(ranks.size(), bytes(unique_id), ranks.rank())
 
     def group(self, calls: list[tuple]) -> None:
-        """Makes several calls as one. Each is a function of NCCL, and its arguments in front of the stream."""
+        """Makes several calls as one. Each is a function of NCCL, and its arguments but the last, the stream."""
 
         def work(stream: int) -> None:
             self.nccl.groupStart()
@@ -56,7 +55,7 @@ class Nccl:
                 function(*arguments, stream)
             self.nccl.groupEnd()
 
-        device.communicate(work)
+        device.on_comm_stream(work)
 
     def all_reduce(self, arrays: list) -> None:
         all_reduce = self.communicator.allReduce
@@ -243,7 +242,7 @@ def check_devices() -> None:
 def all_reduce(arrays: list) -> None:
     """Starts setting each array, contiguous and fp32, to the sum of all ranks' arrays. It begins after the work that
     the device has been given. As with all functions here, later work must wait for it with
-    `device.join_communication`."""
+    `device.wait_comm`."""
     if _collectives and arrays:
         ranks.progress()
         _collectives.all_reduce(arrays)
@@ -275,21 +274,21 @@ def whole(read: Callable[[int, object], None], shards: list[tuple[int, int]]) ->
     """The pieces of a flat fp32 array, one after another on the host. shards: the range that each rank has of it, and
     then all ranks must ask for all pieces; or the only range, which every rank has. read(start, piece): sets a piece on
     the device to this rank's numbers, from the start-th on."""
-    staged = device.empty((min(weights.STAGED, shards[0][1]),))
+    staged = device.empty((min(device.STAGED, shards[0][1]),))
     for r, (start, end) in enumerate(shards):
-        for at in range(start, end, weights.STAGED):
-            piece = staged[: min(weights.STAGED, end - at)]
+        for at in range(start, end, device.STAGED):
+            piece = staged[: min(device.STAGED, end - at)]
             if r == ranks.rank() or len(shards) == 1:
                 read(at, piece)
             if len(shards) > 1:
                 broadcast([(piece, r)])
-                device.join_communication()
+                device.wait_comm()
             yield device.to_host(piece)
 
 
 def shared(values: np.ndarray | None, n: int) -> Iterator[tuple[int, object]]:
-    """`weights.on_device` of values (n,) on the host of rank 0, on the devices of all ranks. The others give None."""
-    for at, piece in weights.on_device(values, n):
+    """`device.staged` of values (n,) on the host of rank 0, on the devices of all ranks. The others give None."""
+    for at, piece in device.staged(values, n):
         broadcast([(piece, 0)])
-        device.join_communication()
+        device.wait_comm()
         yield at, piece

@@ -34,8 +34,9 @@ HELLO = struct.Struct(">8s32sI32s")  # MAGIC, version of the code, rank, random 
 MAGIC = b"llmcupy2"
 RANDOM = PROOF = 32    # bytes
 SECONDS = 10           # until a connection that has not said the right thing is closed
-MOST_WAITING = 256     # connections that may be open at once and have not said it yet: of more, the oldest are closed
+MAX_WAITING = 256      # connections that may be open at once and have not said it yet: of more, the oldest are closed
 SECRET_FILE = ".llm.cupy.secret"
+SOURCES = ".py", ".cu", ".cuh", ".h", ".cpp"
 
 
 def find_secret(env: Mapping[str, str]) -> bytes:
@@ -79,7 +80,7 @@ def version() -> bytes:
     """The SHA-256 of all source files that a training run consists of."""
     digest = hashlib.sha256()
     paths = [*ROOT.glob("*.py"), *(path for name in ("llmc", "kernels", "device") for path in (ROOT / name).rglob("*"))]
-    for path in sorted(path for path in paths if path.suffix in (".py", ".cu", ".cuh", ".h")):
+    for path in sorted(path for path in paths if path.suffix in SOURCES):
         digest.update(f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode() + path.read_bytes())
     return digest.digest()
 
@@ -155,7 +156,7 @@ def accept(listener: socket.socket, key: bytes, size: int) -> Iterator[tuple[int
                 missing.remove(rank)
                 yield rank, connection, version
             late = time.monotonic() - SECONDS
-            while waiting and (len(waiting) > MOST_WAITING or next(iter(waiting.values())).came < late):
+            while waiting and (len(waiting) > MAX_WAITING or next(iter(waiting.values())).came < late):
                 let_go(next(iter(waiting)))
             yield None
         for connection in list(waiting):

@@ -78,7 +78,7 @@ def run_program(
     except Exception as error:
         if error is stdout.failure:
             fail(f"cannot print ({(error.strerror or str(error)).lower()})")
-        ranks.give_way()
+        ranks.wait_for_other_failure()
         if not type(error).__module__.startswith(("cupy.", "cupy_backends.")):
             if ranks.size() > 1:
                 traceback.print_exc()

@@ -1,22 +1,39 @@
-"""Text from a model, a token at a time."""
+"""A model that writes text, and its text, a token at a time."""
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import device
 from kernels.encoder import encoder_forward
 from kernels.matmul import matmul_forward
 from kernels.sampling import sample
 from llmc.data.tokenizer import StreamDecoder, Tokenizer
+from llmc.files.checkpoint import conversion, read_model
 from llmc.model.activations import Cache
+from llmc.model.model import Model
+from llmc.model.weights import load_weights
 from llmc.step.sampler import Sampler
 
 import numpy as np
 
 NOT_FINITE = -1  # in the place of a token that cannot be drawn
 STEPS_AHEAD = 1  # that a GPU gets before the host has seen the tokens of the previous one
+
+
+def model_for_inference(kind: type[Model], path: str | Path, T: int) -> Model:
+    """The model in a `.bin`, without gradients, for texts of up to T tokens. Raises UserError as `read_model` does. If
+    its weights are converted, stderr says so."""
+    config, tensors = read_model(path, kind.Config)
+    model = kind(config, T, inference=True)
+    quantized = f"{path}: large weights of the layers become e4m3, the others bf16" if model.fp8 else ""
+    if converted := quantized or conversion(path, kind.Config):
+        print(converted, file=sys.stderr, flush=True)
+    load_weights(model, None, tensors)
+    return model
 
 
 class Writer:

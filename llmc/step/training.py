@@ -12,7 +12,8 @@ from llmc.model.batch import Batch
 from llmc.model.model import Model
 from llmc.model.tensors import Config, num_parameters
 from llmc.ranks import ranks
-from llmc.ranks.exchange import Exchange, shards_of
+from llmc.ranks.exchange import Exchange
+from llmc.ranks.shards import shards_of
 from llmc.step.memory import Plan, check_memory, in_chunks, training_sizes
 
 
