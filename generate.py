@@ -31,10 +31,12 @@ from dev.foreign import try_tokenizer
 from dev.hf.common import end_tokens
 from dev.scripts import NEEDED, find_model, kind_of
 from device.errors import UserError
-from llmc.data.tokenizer import StreamDecoder, Tokenizer, load_model_tokenizer
-from llmc.files.checkpoint import read_model_header, training_flags
+from llmc.data.find_tokenizer import load_model_tokenizer
+from llmc.data.tokenizer import StreamDecoder, Tokenizer
+from llmc.files.checkpoint_dir import training_flags
 from llmc.files.files import open_file
 from llmc.model.activations import Cache, choose_attention
+from llmc.model.model_file import read_model_header
 from llmc.model.weights import model_for_inference
 from llmc.run.arguments import (
     Parser,

@@ -107,7 +107,7 @@ class GPT2Config(Config):
         "tiny": "layers=4,heads=4,channels=128",
     }
     DEFAULTS = {"max_seq_len": 1024, "vocab_size": 50257}
-    DEFAULT_MODEL = "gpt2_124M.bin"
+    DEFAULT_MODEL, DEFAULT_TOKENIZER = "gpt2_124M.bin", "gpt2_tokenizer.bin"
     FETCH = "fetch it with dev/download_starter_pack.sh"
 
     def header(self) -> np.ndarray:

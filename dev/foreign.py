@@ -17,7 +17,8 @@ if not __package__:  # run as a program
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from device.errors import UserError, first_line
-from llmc.data.tokenizer import JSON_REMEDY, Tokenizer
+from llmc.data.find_tokenizer import open_tokenizer
+from llmc.data.hf_tokenizer import JSON_REMEDY
 from llmc.run.program import run_program
 
 MEMORY, SECONDS = 4 << 30, 60  # Gemma 3, with 262,144 tokens, takes 0.7 GB and 5 s
@@ -80,7 +81,7 @@ def main() -> None:
         convert(Path(path), Path(*out), int(memory), int(seconds))
         return
     limit(int(memory), int(seconds))
-    tokenizer = Tokenizer.load(path)
+    tokenizer = open_tokenizer(path)
     for text in TRIAL:
         tokenizer.encode(text)
     tokenizer.encode_ordinary_batch(TRIAL)

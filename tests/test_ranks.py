@@ -17,9 +17,10 @@ from types import SimpleNamespace
 
 from conftest import DEVICES
 from device.errors import UserError
-from llmc.data.dataloader import write_tokens
+from llmc.data.token_file import write_tokens
 from llmc.data.tokenizer import write_tokenizer
-from llmc.files.checkpoint import read_model, read_record
+from llmc.files.checkpoint_dir import read_record
+from llmc.model.model_file import read_model
 from llmc.ranks import ranks
 from llmc.ranks.ranks import find_place, first_host
 from llmc.run.logger import read_log

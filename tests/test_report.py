@@ -3,7 +3,7 @@
 import re
 
 import device
-from llmc.data.dataloader import write_tokens
+from llmc.data.token_file import write_tokens
 from llmc.run import report
 from llmc.run.arguments import parse_arguments
 from train_gpt2_fp32 import GPT2, GPT2Config, train

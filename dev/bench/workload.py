@@ -10,10 +10,11 @@ import device
 from dev.scripts import model_kinds
 from device.errors import UserError
 from llmc.data.batches import Batches
-from llmc.data.dataloader import DataLoader, write_tokens
-from llmc.files.checkpoint import write_model
+from llmc.data.dataloader import DataLoader
+from llmc.data.token_file import write_tokens
 from llmc.model.activations import Cache, choose_attention
 from llmc.model.model import Model
+from llmc.model.model_file import write_model
 from llmc.model.tensors import Config, name_tensors
 from llmc.model.weights import randomize
 from llmc.ranks import ranks

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from device.errors import UserError
-from llmc.files.files import EVALUATION, HEADER_BYTES, file_size, read_header
+from llmc.files.files import HEADER_BYTES, file_size, read_header
+from llmc.files.magic import EVALUATION
 
 import numpy as np
 

@@ -169,6 +169,7 @@ class Config:
     PRESETS            named models (`-e d12`), each such a description: the first is what `make train` trains on a GPU,
                        "tiny" what it trains on a CPU
     DEFAULT_MODEL      the file that -e stands for by default; it need not be there
+    DEFAULT_TOKENIZER  the file of the tokenizer that all these models have, if there is one; it need not be there
     DEFAULTS           further fields that a description may leave out; vocab_size where the data has no tokenizer
     CHOICES            the words that a field of type str can be
     FETCH              where such a model can be had, for messages: "make one with train_x.py" if nowhere
@@ -183,6 +184,7 @@ class Config:
     DESCRIPTION: dict[str, str]
     PRESETS: dict[str, str]
     DEFAULT_MODEL: str
+    DEFAULT_TOKENIZER: str | None = None
     DEFAULTS: dict[str, object]
     CHOICES: dict[str, tuple[str, ...]] = {}
     FETCH: str

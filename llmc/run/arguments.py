@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from device.errors import UserError
-from llmc.data.dataloader import RAW_TOKENS
+from llmc.data.token_file import RAW_TOKENS
 from llmc.model.tensors import Config
 from llmc.ranks import ranks
 from llmc.run.schedule import SCHEDULES

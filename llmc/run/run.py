@@ -16,27 +16,22 @@ from types import TracebackType
 import device
 from device.errors import UserError
 from llmc.data.batches import Batches
-from llmc.data.dataloader import DataLoader, check_both_splits, find_token_files
+from llmc.data.dataloader import DataLoader
 from llmc.data.evaluation import EvalLoader
-from llmc.data.tokenizer import Tokenizer, check_tokenizer, find_tokenizer, own_tokenizer
-from llmc.files.checkpoint import (
-    checkpoints,
-    conversion,
-    load_checkpoint,
-    lock_checkpoints,
-    model_path,
-    newest_checkpoint,
-    read_model,
-    read_record,
-)
+from llmc.data.find_data import check_both_splits, find_token_files
+from llmc.data.find_tokenizer import check_tokenizer, find_tokenizer, open_tokenizer, own_tokenizer
+from llmc.data.tokenizer import Tokenizer
+from llmc.files.checkpoint_dir import checkpoints, lock_checkpoints, newest_checkpoint, read_record
 from llmc.model.activations import Cache, choose_attention
 from llmc.model.adamw import Recipe
 from llmc.model.model import Model
+from llmc.model.model_file import conversion, read_model
 from llmc.model.tensors import Config, num_parameters, padded
 from llmc.model.weights import load_weights, randomize
 from llmc.ranks import collectives, ranks
 from llmc.run import program
 from llmc.run.arguments import MUST_RESUME
+from llmc.run.checkpoint import load_checkpoint, model_path
 from llmc.run.report import StopRequest
 from llmc.run.saver import Saver
 from llmc.run.settings import (
@@ -274,8 +269,8 @@ def find_origin(kind: type[Model], args: Namespace) -> tuple[Origin, Namespace]:
 def find_text(kind: type[Model], flags: Namespace, source: Path | None) -> Text:
     """The tokenizer of the data. source: the model's file, if there is one. Raises UserError if the validation data has
     another tokenizer, or if other ranks have another one."""
-    path = find_tokenizer(flags.data, source, kind.Config.NAME)
-    tokenizer = Tokenizer.load(path) if path else None
+    path = find_tokenizer(flags.data, source, kind.Config.DEFAULT_TOKENIZER)
+    tokenizer = open_tokenizer(path) if path else None
     seen = path and hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     ranks.check_same("the fingerprint of the tokenizer", seen, "have the data's tokenizer on all machines")
     check_val_tokenizer(flags, path, tokenizer)
@@ -390,7 +385,7 @@ def check_val_tokenizer(args: Namespace, path: Path | None, tokenizer: Tokenizer
     """Raises UserError if another tokenizer than that of the training data, `path`, lies beside the validation data.
     The loss would say nothing about the text, and bits per byte would count the wrong bytes."""
     own = own_tokenizer(args.val_data) if args.val_data not in (None, args.data) else None
-    if own and tokenizer and Tokenizer.load(own).tokens != tokenizer.tokens:
+    if own and tokenizer and open_tokenizer(own).tokens != tokenizer.tokens:
         raise UserError(
             f"-j {args.val_data} was made with the tokenizer {own}, and -i {args.data} with {path}: use "
             "validation data that was made with the same tokenizer"

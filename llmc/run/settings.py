@@ -11,7 +11,7 @@ from typing import NoReturn
 import device
 from device.errors import UserError, escaped
 from kernels.fp8 import MULTIPLE
-from llmc.files.record import MOST_STEPS
+from llmc.files.record import MAX_STEPS
 from llmc.model.model import Model
 from llmc.model.tensors import Config
 from llmc.ranks import ranks
@@ -199,8 +199,8 @@ def settle(flags: Namespace, first_step: int, train_tokens: int, val_batches: in
             f"-d {step_tokens} is more than the {train_tokens} tokens of {flags.data}, so an epoch has no step: lower "
             "-d, or set the number of steps with -x"
         )
-    if steps > MOST_STEPS:
-        raise UserError(f"{steps} steps are more than the {MOST_STEPS} that a run may have: lower -x, or raise -d")
+    if steps > MAX_STEPS:
+        raise UserError(f"{steps} steps are more than the {MAX_STEPS} that a run may have: lower -x, or raise -d")
     if first_step > steps:
         raise UserError(
             f"the checkpoint in {flags.checkpoint_dir} has already done step {first_step}, and -x is {steps}: raise -x"
