@@ -233,7 +233,7 @@ def training_step(
 ) -> Callable[[int, float], bool]:
     """Returns train_step(step, learning_rate), which trains for one step, counted from 0. It returns False, and changes
     no parameter, if `stopped` before the last batch. Without it, a batch that cannot be read raises UserError."""
-    model, acts, batch, exchange = training.model, training.acts, batches.at_hand, training.exchange
+    model, acts, batch, exchange = training.model, training.acts, batches.device_batch, training.exchange
 
     @exchange.record
     def forward_backward(first: bool, last: bool) -> None:  # of one batch; exchange.record reads `last`
@@ -259,7 +259,7 @@ def training_step(
 def train(kind: type[Model], flags: Namespace) -> None:
     """Trains a model of this kind as the flags say."""
     with Run(kind, flags) as run:                             # device, ranks, model, data, a checkpoint to go on from
-        s, train_step = run.settings, training_step(run.training, run.batches, run.told_to_stop)
+        s, train_step = run.settings, training_step(run.training, run.batches, run.stop_requested)
         for step in range(s.first_step, s.steps + 1):
             position = run.position()                         # where a run that is resumed goes on
             if s.saves(step):

@@ -1,5 +1,5 @@
-"""A tokenizer that somebody else made is tried in a process of its own, which may take only so much memory and time. A
-normalizer can make a terabyte of one letter, and a regular expression may never end.
+"""Tries a tokenizer that somebody else made in a process of its own, with a limit on memory and time. A normalizer can
+make a terabyte of one letter, and a regular expression may never end.
 
     python dev/foreign.py BYTES SECONDS tokenizer.json   # this process
     python dev/foreign.py BYTES SECONDS DIR FILE         # for the files before tokenizer.json: writes one
@@ -50,7 +50,7 @@ def try_tokenizer(path: Path, out: Path | None = None) -> None:
 
 
 def limit(memory: int, seconds: int) -> None:
-    """From here on this process takes at most so many bytes and seconds more."""
+    """From here on this process may take `memory` bytes and `seconds` more, and then ends."""
     statm = Path("/proc/self/statm")
     if statm.exists():  # Linux; elsewhere what the process has already counts, too
         memory += int(statm.read_text().split()[0]) * resource.getpagesize()

@@ -24,7 +24,7 @@ from llmc.model.model_file import read_model
 from llmc.ranks import ranks
 from llmc.ranks.ranks import find_place, first_host
 from llmc.run.logger import read_log
-from llmc.run.report import StopRequest
+from llmc.run.stop import StopRequest
 from models import TINY, described
 
 import numpy as np
@@ -442,7 +442,7 @@ def test_a_signal_that_comes_while_ranks_ask_one_another_is_not_lost(monkeypatch
         return [value, None]
 
     monkeypatch.setattr(ranks, "all_gather", all_gather)
-    assert [StopRequest.told(stop, ""), StopRequest.told(stop, "")] == [False, True]
+    assert [StopRequest.requested_on_any_rank(stop, ""), StopRequest.requested_on_any_rank(stop, "")] == [False, True]
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ from llmc.run.arguments import Parser, parse_arguments
 from llmc.run.checkpoint import model_path
 from llmc.run.logger import Logger
 from llmc.run.report import print_validation
-from llmc.run.settings import FIRST_SEED, check_flags, settle
+from llmc.run.settings import FIRST_SEED, check_flags, make_settings
 
 import numpy as np
 import torch
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     B, T = args.batch_size, args.sequence_length
     train_loader = DataLoader(args.data, "train", B, T, config.vocab_size, args.seed, args.raw_tokens)
     val_loader = DataLoader(args.val_data or args.data, "val", B, T, config.vocab_size, raw_tokens=args.raw_tokens)
-    settings = settle(args, 0, train_loader.num_tokens, val_loader.num_batches)
+    settings = make_settings(args, 0, train_loader.num_tokens, val_loader.num_batches)
     steps, count = settings.steps, settings.val_batches
     text_bytes = tokenizer.text_bytes(config.vocab_size) if tokenizer else np.zeros(config.vocab_size, np.int64)
     logger = Logger(args.log)

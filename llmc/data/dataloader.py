@@ -19,8 +19,9 @@ CHECKED_AT_OPENING = 1 << 28  # bytes; larger files are checked for bad tokens w
 
 
 def sort_by_token(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """order: the positions of tokens (any shape), sorted by token; those of equal tokens stay in their order. count: at
-    the first place of a token in this order, how many positions hold the token; 0 elsewhere. int32 (tokens.size,)."""
+    """Returns (order, count), int32 (tokens.size,) each, for tokens of any shape. order: the positions sorted by their
+    tokens; positions with equal tokens stay in their order. count: for the first position of each token in this order,
+    how many positions have the token; 0 for the others."""
     flat = tokens.reshape(-1)
     if flat.max() < 1 << 16:
         flat = flat.astype(np.uint16)  # NumPy's stable sort of 16-bit values is a radix sort
@@ -37,14 +38,14 @@ class DataLoader:
 
     raw_tokens: the type of the tokens in files without a header.
 
-    shuffle_seed: None: batches come in the order of the data. A number (64 bits count): they are shuffled, and the
-    order depends on the seed and the epoch only.
+    shuffle_seed: if it is None, batches come in the order of the data. If it is a number (64 bits count), they are
+    shuffled, and the order depends only on the seed and the epoch.
 
     files: the files of the data that have at least one batch. num_tokens: tokens in all of them. num_batches:
-    num_tokens // (B*T), which llm.c calls an epoch. (The walk itself starts again after the last whole batch of the
+    num_tokens // (B*T), which llm.c calls an epoch. (The loader itself starts again after the last whole batch of the
     last shard, which may come a little sooner. So if num_tokens is a multiple of B*T, validation over all batches takes
-    the first one twice, as in llm.c.) fingerprint: of the data (`fingerprint`). hashes: of each file its identity and
-    the SHA-256 of its tokens, if they are known (`identify`).
+    the first one twice, as in llm.c.) fingerprint: identifies the data (`fingerprint`). hashes: for each file its
+    identity and the SHA-256 of its tokens, if they are known (`identify`).
 
     Raises UserError, with the name of the file, if one cannot be read, if all are shorter than a batch (B*T + 1
     tokens), or if one has a token that is not below vocab_size. `next_batch` checks large files for such tokens, batch
@@ -99,13 +100,13 @@ class DataLoader:
             self._seek(self._epoch + 1, place=0, batch=0)
 
     def state(self) -> dict:
-        """The place of the next batch, and what identifies the data and the order to which it belongs, for JSON."""
+        """The place of the next batch, and what identifies the data and their order, for JSON."""
         hashes = {"files": self.hashes} if self.hashes else {}
         return {"epoch": self._epoch, "place": self._place, "batch": self._batch} | self._identity() | hashes
 
     def load_state(self, state: dict) -> None:
-        """Goes to the place that `state()` named. Raises UserError if the data, B, T or the seed are not the same as
-        then."""
+        """Goes to the place that an earlier `state()` named. Raises UserError if the data, B, T or the seed are not the
+        same as then."""
         for name, value in self._identity().items():
             if state[name] != value:
                 raise UserError(
@@ -119,8 +120,8 @@ class DataLoader:
         self._batch, self.hashes = state["batch"], state.get("files")
 
     def identify(self) -> None:
-        """Computes the SHA-256 of each file, if it is not known or the file has changed since. Raises UserError if a
-        checkpoint has recorded another one. Older checkpoints have recorded none."""
+        """Sets `hashes`. Computes the SHA-256 of a file only if it is not known or the file has changed since. Raises
+        UserError if a checkpoint has recorded another one. Older checkpoints have recorded none."""
         known, now = self.hashes, []
         if known is not None and len(known) != len(self.shards):
             raise UserError(f"cannot resume: the training data had {len(known)} files and now has {len(self.shards)}")

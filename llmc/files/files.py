@@ -60,8 +60,8 @@ def first_word(path: str | Path) -> int | None:
 
 
 def check_no_pointer(path: str | Path) -> None:
-    """Raises UserError if Git LFS has left its pointer to a file in place of the file. Whoever reads a file that cannot
-    be opened says so."""
+    """Raises UserError if Git LFS has left its pointer to a file in place of the file. A file that cannot be opened
+    passes: the caller, who reads it next, says so."""
     with suppress(OSError), open_file(path) as file:
         if file.read(23) == b"version https://git-lfs":
             raise UserError(f"{path}: a pointer of Git LFS, not the file itself: fetch it with `git lfs pull`")
@@ -130,8 +130,9 @@ def crc32_of(path: Path) -> int:
 
 
 def check_directory(directory: str | Path, contents: str, flag: str) -> None:
-    """Raises UserError if `contents` cannot be written to the `directory` that `flag` names, which need not exist. To
-    find out, it writes a file there. It leaves nothing behind."""
+    """Raises UserError if nothing can be written to the `directory`, which need not exist. To find out, it writes a
+    file there and removes it. contents, flag: for the message, what is to be written, and the flag that names the
+    directory."""
     made = []
     try:
         made = make_directory(Path(directory))
