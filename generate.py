@@ -35,8 +35,8 @@ from llmc.data.find_tokenizer import load_model_tokenizer
 from llmc.data.tokenizer import StreamDecoder, Tokenizer
 from llmc.files.checkpoint_dir import training_flags
 from llmc.files.files import open_file
+from llmc.files.model_file import read_model_header
 from llmc.model.activations import Cache, choose_attention
-from llmc.model.model_file import read_model_header
 from llmc.model.weights import model_for_inference
 from llmc.run.arguments import (
     Parser,

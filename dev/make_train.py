@@ -29,10 +29,10 @@ if not __package__:  # run as a program: look in the repository, not in dev/, wh
 from dev.scripts import script_configs
 from device.errors import UserError
 from llmc.data.dataloader import DataLoader
+from llmc.files.checkpoint import load_checkpoint
 from llmc.files.checkpoint_dir import checkpoints, newest_checkpoint
 from llmc.model.tensors import Config, num_parameters
 from llmc.run.arguments import Parser, make_parser
-from llmc.run.checkpoint import load_checkpoint
 from llmc.run.program import run_program
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,10 +5,10 @@ from importlib import import_module
 from pathlib import Path
 
 from device.errors import UserError
+from llmc.files.checkpoint import model_path
 from llmc.files.files import first_word
 from llmc.model.model import Model
 from llmc.model.tensors import Config
-from llmc.run.checkpoint import model_path
 from train_gpt2_fp32 import GPT2
 
 NEEDED = "a trained model is needed: a .bin, or the directory of a checkpoint"

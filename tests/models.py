@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from dev.scripts import model_kinds
 from kernels.flash_attention import HEAD_SIZES
 from llmc.data.dataloader import sort_by_token
+from llmc.files.model_file import read_model
 from llmc.model.batch import Batch
 from llmc.model.model import Model
-from llmc.model.model_file import read_model
 from llmc.model.tensors import Config, name_tensors, num_parameters
 from llmc.model.weights import load_weights, put
 from llmc.step.training import Training, make_training

@@ -25,10 +25,10 @@ from llmc.data.evaluation import EvalLoader
 from llmc.data.find_tokenizer import open_tokenizer
 from llmc.data.token_file import open_tokens, write_tokens
 from llmc.data.tokenizer import byte_tokenizer
+from llmc.files.checkpoint import load_checkpoint, model_path, save_checkpoint
 from llmc.files.checkpoint_dir import newest_checkpoint
-from llmc.model.model_file import read_model, write_model
+from llmc.files.model_file import read_model, write_model
 from llmc.model.tensors import Config, num_parameters
-from llmc.run.checkpoint import load_checkpoint, model_path, save_checkpoint
 from llmc.run.logger import Logger, read_log
 from models import ODD
 from train_gpt2_fp32 import GPT2Config

@@ -13,9 +13,9 @@ from conftest import refusal
 from dev.hf import export_hf
 from device.errors import UserError
 from llmc.data.token_file import write_tokens
+from llmc.files.checkpoint import model_path
 from llmc.files.checkpoint_dir import checkpoints, newest_checkpoint, read_record
 from llmc.files.directory import Directory
-from llmc.run.checkpoint import model_path
 from models import TINY, described, write_record
 
 import pytest

@@ -12,11 +12,11 @@ import device
 from conftest import refusal
 from dev.debug_state import DebugState, read_debug_state, write_debug_state
 from device.errors import UserError
+from llmc.files.checkpoint import load_checkpoint, model_path, save_checkpoint
 from llmc.files.checkpoint_dir import checkpoints, lock_checkpoints, newest_checkpoint, prune_checkpoints
-from llmc.model.model_file import conversion, read_model, read_model_header, write_model
+from llmc.files.model_file import conversion, read_model, read_model_header, write_model
 from llmc.model.tensors import num_parameters
 from llmc.model.weights import model_for_inference
-from llmc.run.checkpoint import load_checkpoint, model_path, save_checkpoint
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np

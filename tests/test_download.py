@@ -13,7 +13,7 @@ from dev.debug_state import DebugState, read_debug_state, write_debug_state
 from llmc.data.find_tokenizer import open_tokenizer
 from llmc.data.token_file import open_tokens, write_tokens
 from llmc.data.tokenizer import write_tokenizer
-from llmc.model.model_file import read_model, write_model
+from llmc.files.model_file import read_model, write_model
 from llmc.model.tensors import num_parameters
 from train_gpt2_fp32 import GPT2Config
 

@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))
 
 from device.cpp import compiler  # noqa: E402
 from device.errors import UserError  # noqa: E402
+from llmc.files.checkpoint import load_checkpoint  # noqa: E402
 from llmc.files.checkpoint_dir import lock_checkpoints, newest_checkpoint  # noqa: E402
 from llmc.model.tensors import num_parameters  # noqa: E402
-from llmc.run.checkpoint import load_checkpoint  # noqa: E402
 from llmc.run.logger import Logger, read_log  # noqa: E402
 from llmc.run.saver import NonfiniteGuard, Saver  # noqa: E402
 from train_gpt2_fp32 import GPT2Config  # noqa: E402

@@ -17,8 +17,8 @@ from dev.hf.common import families, family_of
 from llmc.data.find_tokenizer import tokenizer_files
 from llmc.data.token_file import write_tokens
 from llmc.data.tokenizer import write_tokenizer
-from llmc.model.model_file import write_model
-from llmc.run.checkpoint import save_checkpoint
+from llmc.files.checkpoint import save_checkpoint
+from llmc.files.model_file import write_model
 from llmc.step.sampler import Sampler, samplers_of
 from models import TINY, described
 from oracle import flat_parameters_of, opinionated, sample

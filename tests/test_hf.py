@@ -26,8 +26,8 @@ from kernels.rope import rope_table
 from llmc.data.find_tokenizer import load_model_tokenizer, open_tokenizer
 from llmc.data.token_file import open_tokens
 from llmc.data.tokenizer import StreamDecoder, write_tokenizer
-from llmc.model import model_file
-from llmc.model.model_file import read_model, write_model
+from llmc.files import model_file
+from llmc.files.model_file import read_model, write_model
 from llmc.model.tensors import Config, num_parameters
 from models import FAMILIES, GPT2S, LLAMAS, PYTHIAS, QWENS, build_from_file, send
 from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, opinionated, transformers_model

@@ -23,7 +23,7 @@ from llmc.data.find_tokenizer import open_tokenizer
 from llmc.data.hf_tokenizer import byte_letters
 from llmc.files.checkpoint_dir import newest_checkpoint, read_record
 from llmc.files.files import make_header
-from llmc.model.model_file import read_model_header
+from llmc.files.model_file import read_model_header
 from llmc.model.tensors import padded
 from llmc.ranks import ranks
 from llmc.run import program

@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 
 from device.errors import UserError
+from llmc.files.checkpoint import model_path
 from llmc.files.checkpoint_dir import checkpoints, lock_checkpoints
 from llmc.files.directory import Lock
-from llmc.run.checkpoint import model_path
 
 import pytest
 

@@ -8,8 +8,8 @@ from conftest import refusal
 from device.errors import UserError
 from kernels import fp8
 from llmc.data.batches import Batches
+from llmc.files.model_file import write_model
 from llmc.model.activations import Cache
-from llmc.model.model_file import write_model
 from llmc.model.tensors import num_parameters
 from llmc.model.weights import randomize
 from llmc.run.arguments import parse_arguments

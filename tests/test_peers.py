@@ -14,14 +14,14 @@ from types import ModuleType, SimpleNamespace
 import device
 from device.errors import UserError
 from llmc.data.batches import Batches
+from llmc.files.checkpoint import load_checkpoint
+from llmc.files.model_file import read_model
 from llmc.model import weights
 from llmc.model.model import Model
-from llmc.model.model_file import read_model
 from llmc.model.tensors import num_parameters
 from llmc.model.weights import randomize
 from llmc.ranks import collectives, exchange, ranks
 from llmc.run import program
-from llmc.run.checkpoint import load_checkpoint
 from llmc.run.saver import Saver
 from llmc.step.training import Training, make_training
 from llmc.step.update import adamw_update

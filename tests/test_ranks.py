@@ -20,7 +20,7 @@ from device.errors import UserError
 from llmc.data.token_file import write_tokens
 from llmc.data.tokenizer import write_tokenizer
 from llmc.files.checkpoint_dir import read_record
-from llmc.model.model_file import read_model
+from llmc.files.model_file import read_model
 from llmc.ranks import ranks
 from llmc.ranks.ranks import find_place, first_host
 from llmc.run.logger import read_log

@@ -19,7 +19,7 @@ from device import cpp
 from device.errors import UserError
 from llmc.data.token_file import write_tokens
 from llmc.data.tokenizer import write_tokenizer
-from llmc.model.model_file import read_model_header
+from llmc.files.model_file import read_model_header
 from llmc.model.tensors import name_tensors
 from llmc.run.logger import read_log
 from llmc.step.update import adamw_update

@@ -22,10 +22,10 @@ from llmc.data.batches import Batches
 from llmc.data.dataloader import DataLoader
 from llmc.data.token_file import Tokens, write_tokens
 from llmc.data.tokenizer import write_tokenizer
+from llmc.files.checkpoint import model_path
 from llmc.files.checkpoint_dir import lock_checkpoints, read_record
-from llmc.model.model_file import read_model, write_model
+from llmc.files.model_file import read_model, write_model
 from llmc.model.tensors import num_parameters
-from llmc.run.checkpoint import model_path
 from llmc.run.logger import Logger, read_log
 from llmc.step.update import adamw_update
 from models import write_record

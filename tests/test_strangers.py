@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from device.errors import UserError
+from llmc.files.checkpoint import load_checkpoint
 from llmc.files.checkpoint_dir import newest_checkpoint
 from llmc.ranks import handshake, ranks
 from llmc.ranks.handshake import HELLO, MAGIC, PROOF, RANDOM, find_secret, make_key, prove
 from llmc.ranks.heartbeat import Heartbeat, hang_after
-from llmc.run.checkpoint import load_checkpoint
 
 import pytest
 from test_ranks import (

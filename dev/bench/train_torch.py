@@ -17,12 +17,12 @@ from device.errors import UserError
 from llmc.data.batches import bits_per_byte
 from llmc.data.dataloader import DataLoader
 from llmc.data.find_tokenizer import find_tokenizer, open_tokenizer
+from llmc.files.checkpoint import model_path
+from llmc.files.model_file import read_model
 from llmc.model.model import Model
-from llmc.model.model_file import read_model
 from llmc.model.tensors import Config
 from llmc.model.weights import randomize
 from llmc.run.arguments import Parser, parse_arguments
-from llmc.run.checkpoint import model_path
 from llmc.run.logger import Logger
 from llmc.run.report import print_validation
 from llmc.run.settings import FIRST_SEED, check_flags, make_settings

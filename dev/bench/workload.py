@@ -12,9 +12,9 @@ from device.errors import UserError
 from llmc.data.batches import Batches
 from llmc.data.dataloader import DataLoader
 from llmc.data.token_file import write_tokens
+from llmc.files.model_file import write_model
 from llmc.model.activations import Cache, choose_attention
 from llmc.model.model import Model
-from llmc.model.model_file import write_model
 from llmc.model.tensors import Config, name_tensors
 from llmc.model.weights import randomize
 from llmc.ranks import ranks

@@ -28,7 +28,7 @@ from llmc.data.find_tokenizer import model_tokenizers, open_tokenizer, tokenizer
 from llmc.data.hf_tokenizer import byte_letters
 from llmc.data.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer
 from llmc.files.checkpoint_dir import training_flags
-from llmc.model.model_file import in_bf16, read_model, write_model
+from llmc.files.model_file import in_bf16, read_model, write_model
 from llmc.model.tensors import Config, num_parameters
 from llmc.run.arguments import Parser, a_path
 from llmc.run.program import run_program

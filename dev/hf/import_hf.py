@@ -43,7 +43,7 @@ from dev.scripts import kind_of_magic
 from device.errors import UserError, escaped, first_line
 from llmc.data.hf_tokenizer import NEIGHBOURS
 from llmc.files.files import check_no_pointer, first_word
-from llmc.model.model_file import new_model
+from llmc.files.model_file import new_model
 from llmc.model.tensors import Config, layout, num_parameters
 from llmc.run.arguments import Parser, a_name, a_path, positive
 from llmc.run.program import run_program

@@ -1,6 +1,6 @@
 """A directory of checkpoints (--checkpoint-dir): which it has, which of them are whole, and how they come and go.
 
-    step_00000020/   the checkpoint of a step; llmc/run/checkpoint.py says what is in it
+    step_00000020/   the checkpoint of a step; checkpoint.py says what is in it
     best/            the checkpoint with the lowest validation loss, if the run keeps one; its state has the loss
 
 Only the run that has locked the directory changes anything there. To read a checkpoint, no lock is needed. A checkpoint

@@ -161,7 +161,7 @@ class Config:
     max_seq_len, vocab_size, num_layers, num_heads and channels, and says:
 
     NAME, SCRIPT       what the model is called, and the program that trains it
-    MAGIC              the number that its files begin with
+    MAGIC              the number that its files begin with; it and NAME must be literals (llmc/files/magic.py)
     HEADER_BYTES       the length of their header, where header() is not the one below
     BF16_VERSION       the version of llm.c's files that hold such a model in bf16, where it has them
     PARAMETERS         the table of all parameters that such models can have, in the order of the buffer

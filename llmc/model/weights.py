@@ -11,9 +11,9 @@ from pathlib import Path
 import device
 from kernels.adamw import split
 from kernels.fp8 import Coded, encode
+from llmc.files.model_file import conversion, read_model
 from llmc.model.adamw import AdamW
 from llmc.model.model import Model
-from llmc.model.model_file import conversion, read_model
 from llmc.model.tensors import layout, num_parameters, shape_of, without
 
 import numpy as np

@@ -1,5 +1,4 @@
-"""The trainers' command line: llm.c's one-letter flags with their meanings and defaults, each with a long name, and a
-few of our own."""
+"""The trainers' command line: llm.c's one-letter flags, each with a long name, and a few of our own."""
 
 import argparse
 import math

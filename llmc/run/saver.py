@@ -10,11 +10,11 @@ from pathlib import Path
 
 from device.errors import UserError
 from llmc.data.find_tokenizer import tokenizer_files
+from llmc.files.checkpoint import save_checkpoint
 from llmc.files.checkpoint_dir import BEST, kept_loss, prune_checkpoints
 from llmc.files.directory import Lock
 from llmc.ranks import ranks
 from llmc.run import program
-from llmc.run.checkpoint import save_checkpoint
 from llmc.run.settings import Settings
 from llmc.step.training import Training
 

@@ -14,16 +14,16 @@ from llmc.data.evaluation import EvalLoader
 from llmc.data.find_data import check_both_splits, find_token_files
 from llmc.data.find_tokenizer import check_tokenizer, find_tokenizer, open_tokenizer, own_tokenizer
 from llmc.data.tokenizer import Tokenizer
+from llmc.files.checkpoint import load_checkpoint, model_path
 from llmc.files.checkpoint_dir import checkpoints, newest_checkpoint, read_record
+from llmc.files.model_file import conversion, read_model
 from llmc.model.activations import choose_attention
 from llmc.model.adamw import Recipe
 from llmc.model.model import Model
-from llmc.model.model_file import conversion, read_model
 from llmc.model.tensors import Config
 from llmc.model.weights import load_weights, randomize
 from llmc.ranks import ranks
 from llmc.run.arguments import MUST_RESUME
-from llmc.run.checkpoint import load_checkpoint, model_path
 from llmc.run.settings import (
     FIRST_SEED,
     check_flags,

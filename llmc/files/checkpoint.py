@@ -1,14 +1,14 @@
 """A training checkpoint: a directory with all that a run needs to continue as if it had never stopped.
 
     step_00000020/
-      model.bin       the parameters, as a model (llmc/model/model_file.py)
+      model.bin       the parameters, as a model (model_file.py)
       optimizer.bin   header int32[256]: 20241121, 1, then the number of parameters as two int32, low half first;
                       fp32 m, then fp32 v, each in the order of the parameters
       model_tokenizer.bin, model_tokenizer.json and others
                       the files of the run's tokenizer, if it has one
-      state.json      the step, the state of the run, and sizes and CRC-32 of the other files (llmc/files/record.py)
+      state.json      the step, the state of the run, and sizes and CRC-32 of the other files (record.py)
 
-llmc/files/checkpoint_dir.py says which checkpoints a directory has.
+checkpoint_dir.py says which checkpoints a directory has.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,8 +20,8 @@ from llmc.files.checkpoint_dir import check_files, check_saved_tokenizer, new_ch
 from llmc.files.directory import Directory, why
 from llmc.files.files import HEADER_BYTES, first_word, make_header, write_arrays
 from llmc.files.magic import script_of
+from llmc.files.model_file import check_count, map_tensors, model_pieces, read_model_header
 from llmc.files.record import write_record
-from llmc.model.model_file import check_count, map_tensors, model_pieces, read_model_header
 from llmc.model.tensors import Config, num_parameters
 from llmc.ranks import ranks
 
