@@ -4,16 +4,16 @@
     python generate.py -e checkpoints/step_00002000 --temperature 0.8 --top-k 50 --samples 4
     python generate.py -e gpt2_124M.bin --prompts questions.txt --stop "?" > answers.jsonl
 
-The text begins with the prompt, and the prompt begins a document. In front of it the model sees the token that begins a
-text; if it has none, the token that ends one. transformers puts no token there if the tokenizer's file does not, as
-GPT-2's: --no-bos does the same. The text ends after -g tokens or, unless --ignore-eot is given, with a token that ends
-a text: the tokenizer's, or one that the generation_config.json of an imported model names.
+The text begins with the prompt, and the prompt begins a document. Before it the model sees the token that begins a
+text; if the tokenizer has none, the token that ends one. transformers puts a token there only if the tokenizer's file
+does, and GPT-2's does not: --no-bos does the same. The text ends after -g tokens or, unless --ignore-eot is given, with
+a token that ends a text: the tokenizer's, or one that the generation_config.json of an imported model names.
 
 The model sees at most -t tokens. By default these are as many as it was trained with, if a checkpoint says so. A model
 with learned positions has learned nothing for later positions, and one with rotary positions has not seen such
 distances either. When a text gets longer, the model keeps its last half and computes it again. It forgets the rest.
 
-Several texts are written at once. The first is printed as it comes, and the others after it, each behind a line "---".
+Several texts are written at once. The first is printed as it comes, and the others after it, each after a line "---".
 With --prompts each text is a line of JSON: its "prompt", the number of its "sample", the "text" that follows the
 prompt, the number of its "tokens", and as its "end" what ended it: the end of a text ("eot"), a stop text ("stop") or
 -g ("length"). Other fields of a line of a .jsonl are passed through. On a terminal, control characters are left out.
@@ -31,9 +31,11 @@ from dev.foreign import try_tokenizer
 from dev.hf.common import end_tokens
 from dev.scripts import NEEDED, find_model, kind_of
 from device.errors import UserError
-from llmc.data.tokenizer import StreamDecoder, Tokenizer, load_model_tokenizer
-from llmc.files.checkpoint import read_model_header, training_flags
+from llmc.data.find_tokenizer import load_model_tokenizer
+from llmc.data.tokenizer import StreamDecoder, Tokenizer
+from llmc.files.checkpoint_dir import training_flags
 from llmc.files.files import open_file
+from llmc.files.model_file import read_model_header
 from llmc.model.activations import Cache, choose_attention
 from llmc.run.arguments import (
     Parser,
@@ -53,7 +55,7 @@ from llmc.step.generation import NOT_FINITE, Writer, model_for_inference
 from llmc.step.memory import check_text_memory
 from llmc.step.sampler import samplers_of
 
-MOST_TEXTS = 65535  # at once: a grid's second dimension
+MAX_TEXTS = 65535  # at once: a grid's second dimension
 share = limited(number, ((lambda x: 0 < x <= 1), "be above 0 and at most 1"))
 
 
@@ -167,7 +169,7 @@ def prompts_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
 def tokens_of(
     prompts: list[tuple[str, dict]], tokenizer: Tokenizer, context: int, longest: int, bos: bool = True
 ) -> list[list[int]]:
-    """The tokens of each prompt. bos: whether the token that begins a text is in front of them. Raises UserError for a
+    """The tokens of each prompt. bos: whether the token that begins a text stands before them. Raises UserError for a
     prompt that is longer than what the model sees, and for one without any token."""
     found = []
     for name, fields in prompts:
@@ -308,8 +310,8 @@ def main(arguments: list[str] | None = None) -> None:
     tokens = tokens_of(prompts, tokenizer, context, config.max_seq_len, not args.no_bos)
     ends = set() if args.ignore_eot else {tokenizer.eot} | end_tokens(path)
     terminal = not args.prompts and sys.stdout.isatty()
-    if (count := len(tokens) * args.samples) > MOST_TEXTS:
-        raise UserError(f"{count} texts at once are more than {MOST_TEXTS}: lower --samples or give fewer prompts")
+    if (count := len(tokens) * args.samples) > MAX_TEXTS:
+        raise UserError(f"{count} texts at once are more than {MAX_TEXTS}: lower --samples or give fewer prompts")
     T = min(context, max(map(len, tokens)) + args.tokens)
     attention = trained_attention(path, trained.get("attention"), args.attention)
     attention = choose_attention(attention, config.head_size)

@@ -101,7 +101,7 @@ class GPT2Config(Config):
         "tiny": "layers=4,heads=4,channels=128",
     }
     DEFAULTS = {"max_seq_len": 1024, "vocab_size": 50257}
-    DEFAULT_MODEL = "gpt2_124M.bin"
+    DEFAULT_MODEL, DEFAULT_TOKENIZER = "gpt2_124M.bin", "gpt2_tokenizer.bin"
     FETCH = "fetch it with dev/download_starter_pack.sh"
 
     def header(self) -> np.ndarray:
@@ -217,7 +217,7 @@ class GPT2(Model):
 def training_step(training: Training, batches: Batches, stopped: Callable[[], bool] | None = None) -> Callable:
     """Returns train_step(step, learning_rate), which trains for one step, counted from 0. It returns False, and changes
     no parameter, if `stopped` before the last batch. Without it, a batch that cannot be read raises UserError."""
-    model, acts, batch, exchange = training.model, training.acts, batches.at_hand, training.exchange
+    model, acts, batch, exchange = training.model, training.acts, batches.device_batch, training.exchange
 
     @exchange.record
     def forward_backward(first: bool, last: bool) -> None:  # of one batch; exchange.record reads `last`
@@ -244,7 +244,7 @@ def training_step(training: Training, batches: Batches, stopped: Callable[[], bo
 def train(kind: type[Model], flags: Namespace) -> None:
     """Trains a model of this kind as the flags say."""
     with Run(kind, flags) as run:                             # device, ranks, model, data, a checkpoint to go on from
-        s, train_step = run.settings, training_step(run.training, run.batches, run.told_to_stop)
+        s, train_step = run.settings, training_step(run.training, run.batches, run.stop_requested)
         for step in range(s.first_step, s.steps + 1):
             position = run.position()                         # where a run that is resumed goes on
             if s.saves(step):

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from device.errors import UserError
-from llmc.files.files import DEBUG_STATE, HEADER_BYTES, file_size, make_header, read_header, replacing
+from llmc.files.files import HEADER_BYTES, file_size, make_header, read_header, replacing
+from llmc.files.magic import DEBUG_STATE
 from llmc.model.tensors import Config, num_parameters
 
 import numpy as np

@@ -1,5 +1,5 @@
-"""A tokenizer that somebody else made is tried in a process of its own, which may take only so much memory and time. A
-normalizer can make a terabyte of one letter, and a regular expression may never end.
+"""Tries a tokenizer that somebody else made in a process of its own, with a limit on memory and time. A normalizer can
+make a terabyte of one letter, and a regular expression may never end.
 
     python dev/foreign.py BYTES SECONDS tokenizer.json   # this process
     python dev/foreign.py BYTES SECONDS DIR FILE         # for the files before tokenizer.json: writes one
@@ -17,7 +17,8 @@ if not __package__:  # run as a program
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from device.errors import UserError, first_line
-from llmc.data.tokenizer import JSON_REMEDY, Tokenizer
+from llmc.data.find_tokenizer import open_tokenizer
+from llmc.data.hf_tokenizer import JSON_REMEDY
 from llmc.run.program import run_program
 
 MEMORY, SECONDS = 4 << 30, 60  # Gemma 3, with 262,144 tokens, takes 0.7 GB and 5 s
@@ -49,7 +50,7 @@ def try_tokenizer(path: Path, out: Path | None = None) -> None:
 
 
 def limit(memory: int, seconds: int) -> None:
-    """From here on this process takes at most so many bytes and seconds more."""
+    """From here on this process may take `memory` bytes and `seconds` more, and then ends."""
     statm = Path("/proc/self/statm")
     if statm.exists():  # Linux; elsewhere what the process has already counts, too
         memory += int(statm.read_text().split()[0]) * resource.getpagesize()
@@ -80,7 +81,7 @@ def main() -> None:
         convert(Path(path), Path(*out), int(memory), int(seconds))
         return
     limit(int(memory), int(seconds))
-    tokenizer = Tokenizer.load(path)
+    tokenizer = open_tokenizer(path)
     for text in TRIAL:
         tokenizer.encode(text)
     tokenizer.encode_ordinary_batch(TRIAL)

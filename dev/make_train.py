@@ -29,7 +29,8 @@ if not __package__:  # run as a program: look in the repository, not in dev/, wh
 from dev.scripts import script_configs
 from device.errors import UserError
 from llmc.data.dataloader import DataLoader
-from llmc.files.checkpoint import checkpoints, load_checkpoint, newest_checkpoint
+from llmc.files.checkpoint import load_checkpoint
+from llmc.files.checkpoint_dir import checkpoints, newest_checkpoint
 from llmc.model.tensors import Config, num_parameters
 from llmc.run.arguments import Parser, make_parser
 from llmc.run.program import run_program

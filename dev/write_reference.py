@@ -21,7 +21,7 @@ if not __package__:  # run as a program: look in the repository, not in dev/, wh
 from dev.debug_state import DebugState, write_debug_state
 from dev.hf.common import config_json, named_tensors
 from device.errors import UserError
-from llmc.files.checkpoint import write_model
+from llmc.files.model_file import write_model
 from llmc.model.tensors import name_tensors, num_parameters
 from llmc.run.arguments import Parser, positive
 from llmc.run.program import run_program

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from dev.scripts import model_kinds
 from kernels.flash_attention import HEAD_SIZES
 from llmc.data.dataloader import sort_by_token
-from llmc.files.checkpoint import read_model
+from llmc.files.model_file import read_model
 from llmc.model.batch import Batch
 from llmc.model.model import Model
 from llmc.model.tensors import Config, name_tensors, num_parameters

@@ -20,17 +20,14 @@ from dev.hf.common import config_json, families
 from dev.scripts import model_kinds
 from device.errors import UserError
 from kernels.rope import ORIGINAL_LENGTH
-from llmc.data.dataloader import DataLoader, open_tokens, write_tokens
+from llmc.data.dataloader import DataLoader
 from llmc.data.evaluation import EvalLoader
-from llmc.data.tokenizer import Tokenizer, byte_tokenizer
-from llmc.files.checkpoint import (
-    load_checkpoint,
-    model_path,
-    newest_checkpoint,
-    read_model,
-    save_checkpoint,
-    write_model,
-)
+from llmc.data.find_tokenizer import open_tokenizer
+from llmc.data.token_file import open_tokens, write_tokens
+from llmc.data.tokenizer import byte_tokenizer
+from llmc.files.checkpoint import load_checkpoint, model_path, save_checkpoint
+from llmc.files.checkpoint_dir import newest_checkpoint
+from llmc.files.model_file import read_model, write_model
 from llmc.model.tensors import Config, num_parameters
 from llmc.run.logger import Logger, read_log
 from models import ODD
@@ -104,7 +101,7 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
     whole_tokenizer = struct.pack("<256I", 20240328, 2, 3, 2, *[0] * 252) + b"\1a\2bc\3end"
 
     def read_tokenizer(path: Path) -> None:
-        tokenizer = Tokenizer.load(path)
+        tokenizer = open_tokenizer(path)
         [tokenizer.decode(token) for token in range(tokenizer.vocab_size)]
 
     found["tokenizer"] = (read_tokenizer, [whole_tokenizer])

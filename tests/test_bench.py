@@ -9,7 +9,7 @@ import device
 from conftest import refusal
 from dev.bench import ceilings, start, step, text, workload
 from device.errors import UserError
-from llmc.files.checkpoint import read_model
+from llmc.files.model_file import read_model
 from models import state_of
 from train_gpt2_fp32 import GPT2, GPT2Config
 

@@ -12,8 +12,9 @@ import generate
 from conftest import refusal
 from dev.hf import export_hf
 from device.errors import UserError
-from llmc.data.dataloader import write_tokens
-from llmc.files.checkpoint import checkpoints, model_path, newest_checkpoint, read_record
+from llmc.data.token_file import write_tokens
+from llmc.files.checkpoint import model_path
+from llmc.files.checkpoint_dir import checkpoints, newest_checkpoint, read_record
 from llmc.files.directory import Directory
 from models import TINY, described, write_record
 
@@ -218,7 +219,7 @@ def test_after_a_sync_that_failed_no_worse_model_replaces_a_better_one(train, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(Directory, "sync", sync)
-        patch.setattr("llmc.files.checkpoint.read_record", read)
+        patch.setattr("llmc.files.checkpoint_dir.read_record", read)
         out = train("-x", "3", losses=(5.0, 3.0, 4.0, 4.5), code=1)
     assert put_in_place == [[".llm.cupy.lock", "best", "best.replaced.part"]]
     assert out.count("not saved: run/best: cannot be written (input/output error)") == 1

@@ -3,8 +3,11 @@
 from math import log, log2
 
 from llmc.data.batches import Batches, bits_per_byte, validate
-from llmc.data.dataloader import DataLoader, write_tokens
-from llmc.data.tokenizer import Tokenizer, byte_letters, write_tokenizer
+from llmc.data.dataloader import DataLoader
+from llmc.data.find_tokenizer import open_tokenizer
+from llmc.data.hf_tokenizer import byte_letters
+from llmc.data.token_file import write_tokens
+from llmc.data.tokenizer import Tokenizer, write_tokenizer
 from llmc.model.batch import Batch
 
 import numpy as np
@@ -86,9 +89,9 @@ def test_without_a_tokenizer_or_any_text_there_are_none(dev, tmp_path):
 
 def test_special_tokens_and_padding_stand_for_no_text(tmp_path):
     write_tokenizer(tmp_path / "t.bin", [b"a", "é".encode(), END, b" the"], 2)
-    assert Tokenizer.load(tmp_path / "t.bin").text_bytes(4).tolist() == [1, 2, 0, 4]
+    assert open_tokenizer(tmp_path / "t.bin").text_bytes(4).tolist() == [1, 2, 0, 4]
     library = Library(models.BPE({letter: byte for byte, letter in enumerate(byte_letters())}, []))
     library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     library.add_tokens(["<|endoftext|>", "   ", AddedToken("<|pad|>", special=True)])  # 256, 257, 258
     library.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.load(tmp_path / "tokenizer.json").text_bytes(261).tolist() == [1] * 256 + [0, 3, 0, 0, 0]
+    assert open_tokenizer(tmp_path / "tokenizer.json").text_bytes(261).tolist() == [1] * 256 + [0, 3, 0, 0, 0]

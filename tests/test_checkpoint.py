@@ -12,19 +12,9 @@ import device
 from conftest import refusal
 from dev.debug_state import DebugState, read_debug_state, write_debug_state
 from device.errors import UserError
-from llmc.files.checkpoint import (
-    checkpoints,
-    conversion,
-    load_checkpoint,
-    lock_checkpoints,
-    model_path,
-    newest_checkpoint,
-    prune_checkpoints,
-    read_model,
-    read_model_header,
-    save_checkpoint,
-    write_model,
-)
+from llmc.files.checkpoint import load_checkpoint, model_path, save_checkpoint
+from llmc.files.checkpoint_dir import checkpoints, lock_checkpoints, newest_checkpoint, prune_checkpoints
+from llmc.files.model_file import conversion, read_model, read_model_header, write_model
 from llmc.model.tensors import num_parameters
 from llmc.step.generation import model_for_inference
 from train_gpt2_fp32 import GPT2, GPT2Config
@@ -281,7 +271,7 @@ def test_a_checkpoint_is_never_seen_half_written(tmp_path, params, monkeypatch, 
             save(run, step, params + step, name=called)
         with monkeypatch.context() as patch, suppress(Crash):
             fail_at(patch, number, Crash(), for_good=True)
-            patch.setattr("llmc.files.checkpoint._remove", lambda *directories: None)  # nobody cleans up
+            patch.setattr("llmc.files.checkpoint_dir._remove", lambda *directories: None)  # nobody cleans up
             save(run, 2, params + 2, name=called)
             saved = True
         _, read, _, _, state = load_checkpoint(newest_checkpoint(run), GPT2Config)

@@ -12,8 +12,11 @@ from conftest import refusal
 from dev.data import shards
 from dev.data.common import NoWayBack, download, encode, load_tokenizer
 from device.errors import UserError
-from llmc.data.dataloader import DataLoader, open_tokens, write_tokens
-from llmc.data.tokenizer import Tokenizer, byte_letters, byte_tokenizer, find_tokenizer, write_tokenizer
+from llmc.data.dataloader import DataLoader
+from llmc.data.find_tokenizer import find_tokenizer, open_tokenizer
+from llmc.data.hf_tokenizer import byte_letters
+from llmc.data.token_file import open_tokens, write_tokens
+from llmc.data.tokenizer import byte_tokenizer, write_tokenizer
 
 import numpy as np
 import pytest
@@ -64,7 +67,7 @@ def test_python_docs_hold_every_topic_and_their_tokenizer_belongs_to_them(tmp_pa
     assert decoded(tmp_path / "all.bin") == [topics[name] for name in sorted(topics)]
     path = find_tokenizer(prefix)
     assert path == prefix.with_name("python_docs_tokenizer.bin")
-    assert Tokenizer.load(path).eot == EOT and Tokenizer.load(path).vocab_size == 257
+    assert open_tokenizer(path).eot == EOT and open_tokenizer(path).vocab_size == 257
     DataLoader(prefix, "train", 12, 64, 257)
     DataLoader(prefix, "val", 12, 64, 257)
 

@@ -9,15 +9,9 @@ from pathlib import Path
 
 from conftest import refusal
 from llmc.data import dataloader
-from llmc.data.dataloader import (
-    RAW_TOKENS,
-    DataLoader,
-    check_both_splits,
-    find_token_files,
-    open_tokens,
-    sort_by_token,
-    write_tokens,
-)
+from llmc.data.dataloader import DataLoader, sort_by_token
+from llmc.data.find_data import check_both_splits, find_token_files
+from llmc.data.token_file import RAW_TOKENS, open_tokens, write_tokens
 
 import numpy as np
 import pytest
@@ -226,6 +220,26 @@ def test_raw_tokens_are_of_the_type_that_the_flag_names(tmp_path, rng, raw_token
             assert [file.name for file in loader.files] == [f"{split}.bin"]
             message = refusal(DataLoader, name, split, 2, 50, V)
             assert message.startswith(f"{tmp_path}/{split}.bin: ") and "--raw-tokens" in message
+
+
+@pytest.mark.parametrize("first", [5, 1024])
+def test_raw_tokens_may_begin_with_a_number_that_stands_beside_a_magic_number(tmp_path, first):
+    """In train_gpt2_fp32.py both do. The file is no model, with the flag or without it."""
+    tokens = np.r_[np.array([first, 0], "<u2"), np.arange(1000, dtype="<u2")]
+    tokens.tofile(tmp_path / "x_train.bin")
+    loader = DataLoader(tmp_path / "x", "train", 2, 50, V, raw_tokens="uint16")
+    np.testing.assert_array_equal(loader.shards[0][:], tokens)
+    assert "if it is tokens without any header" in refusal(DataLoader, tmp_path / "x", "train", 2, 50, V)
+
+
+def test_a_token_file_keeps_its_header_whatever_type_raw_tokens_have(tmp_path):
+    """One of -i and -j may be raw."""
+    write_tokens(tmp_path / "x_train.bin", range(1000))
+    loader = DataLoader(tmp_path / "x", "train", 2, 50, V, raw_tokens="uint32")
+    np.testing.assert_array_equal(loader.shards[0][:], range(1000))
+    with open(tmp_path / "x_train.bin", "ab") as file:
+        file.write(b"\0\0")
+    assert "truncated or damaged" in refusal(DataLoader, tmp_path / "x", "train", 2, 50, V, raw_tokens="uint32")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from pathlib import Path
 import device
 from dev.scripts import small_model
 from llmc.data.batches import Batches
-from llmc.data.dataloader import DataLoader, write_tokens
+from llmc.data.dataloader import DataLoader
+from llmc.data.token_file import write_tokens
 from llmc.model.activations import Cache
 from llmc.model.tensors import Config
 from llmc.model.weights import randomize

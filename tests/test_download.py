@@ -10,9 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from dev.debug_state import DebugState, read_debug_state, write_debug_state
-from llmc.data.dataloader import open_tokens, write_tokens
-from llmc.data.tokenizer import Tokenizer, write_tokenizer
-from llmc.files.checkpoint import read_model, write_model
+from llmc.data.find_tokenizer import open_tokenizer
+from llmc.data.token_file import open_tokens, write_tokens
+from llmc.data.tokenizer import write_tokenizer
+from llmc.files.model_file import read_model, write_model
 from llmc.model.tensors import num_parameters
 from train_gpt2_fp32 import GPT2Config
 
@@ -154,7 +155,7 @@ def test_the_files_arrive_where_the_defaults_look_and_load(root, server):
     config, _ = read_model(root / "gpt2_124M.bin", GPT2Config)
     assert config == TINY
     read_debug_state(root / "gpt2_124M_debug_state.bin", config)
-    assert Tokenizer.load(root / "gpt2_tokenizer.bin").vocab_size == 50
+    assert open_tokenizer(root / "gpt2_tokenizer.bin").vocab_size == 50
     assert open_tokens(root / "data" / "tiny_shakespeare_train.bin").size == 3001
 
 

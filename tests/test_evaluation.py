@@ -5,7 +5,7 @@ import struct
 from device.errors import UserError
 from llmc.data.batches import Batches, evaluate
 from llmc.data.evaluation import EvalLoader
-from llmc.files.checkpoint import write_model
+from llmc.files.model_file import write_model
 from llmc.step.training import Training
 from models import build_from_file
 from oracle import flat_parameters_of, transformers_model

@@ -22,10 +22,11 @@ sys.path.insert(0, str(ROOT))
 
 from device.cpp import compiler  # noqa: E402
 from device.errors import UserError  # noqa: E402
-from llmc.files.checkpoint import load_checkpoint, lock_checkpoints, newest_checkpoint  # noqa: E402
+from llmc.files.checkpoint import load_checkpoint  # noqa: E402
+from llmc.files.checkpoint_dir import lock_checkpoints, newest_checkpoint  # noqa: E402
 from llmc.model.tensors import num_parameters  # noqa: E402
 from llmc.run.logger import Logger, read_log  # noqa: E402
-from llmc.run.saver import Guard, Saver  # noqa: E402
+from llmc.run.saver import NonfiniteGuard, Saver  # noqa: E402
 from train_gpt2_fp32 import GPT2Config  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -72,10 +73,10 @@ def run(steps: list[int], mark, unwatched) -> None:
             mark(f"logged {step - 1}")
         before = unwatched(best_loss)
         if loss < lowest:
-            lowest = saver.save_best(step, {}, Guard(False, 0), loss, measure)
+            lowest = saver.save_best(step, {}, NonfiniteGuard(False, 0), loss, measure)
             if "best" not in saver.unsaved:
                 mark(f"best {loss}")
-        saver.save(step, {}, Guard(False, 0))
+        saver.save(step, {}, NonfiniteGuard(False, 0))
         if saver.saved_step == step:
             mark(f"saved {step}")
         assert unwatched(best_loss) <= before, "a worse model has replaced the best one"

@@ -19,11 +19,11 @@ from llmc.ranks.exchange import Exchange
 from llmc.ranks.peer_transport import PeerTransport
 from llmc.ranks.plan import StepPlan
 from llmc.run.logger import Logs
+from llmc.run.report import Reporter
 from llmc.run.run import Run
-from llmc.run.saver import Guard, Saver
+from llmc.run.saver import NonfiniteGuard, Saver
 from llmc.run.settings import Settings
 from llmc.run.validation import Validation
-from llmc.run.watch import Watch
 from llmc.step.generation import Writer
 from llmc.step.training import Training
 
@@ -168,7 +168,7 @@ def test_no_packages_import_one_another_in_a_circle():
 # A part of a run, and how many attributes it may have.
 PARTS = dict.fromkeys([
     Model, AdamW, Batch, Cache, Activations, Training, Exchange, CollectiveTransport, PeerTransport, EmbeddingRows,
-    StepPlan, Writer, Saver, Validation, Watch, Logs, Guard, Offload,
+    StepPlan, Writer, Saver, Validation, Reporter, Logs, NonfiniteGuard, Offload,
 ], 8) | {Run: 12}  # fmt: skip
 
 

@@ -14,9 +14,11 @@ import generate
 from conftest import refusal
 from dev.hf import export_hf
 from dev.hf.common import families, family_of
-from llmc.data.dataloader import write_tokens
-from llmc.data.tokenizer import tokenizer_files, write_tokenizer
-from llmc.files.checkpoint import save_checkpoint, write_model
+from llmc.data.find_tokenizer import tokenizer_files
+from llmc.data.token_file import write_tokens
+from llmc.data.tokenizer import write_tokenizer
+from llmc.files.checkpoint import save_checkpoint
+from llmc.files.model_file import write_model
 from llmc.step.sampler import Sampler, samplers_of
 from models import TINY, described
 from oracle import flat_parameters_of, opinionated, sample

@@ -160,7 +160,7 @@ def touched_by_rows(a: SimpleNamespace, rows: int) -> tuple[list, list]:
 def program(training: Training, count: int, record: bool) -> None:
     """Four steps of so many batches, as a rank: of a step the first is not recorded."""
     device.use_recording(record)
-    nothing = SimpleNamespace(at_hand=training.batch, count=count, step_tokens=1, **dict.fromkeys(
+    nothing = SimpleNamespace(device_batch=training.batch, count=count, step_tokens=1, **dict.fromkeys(
         ("read", "send", "fetch_losses"), lambda step, i: None), stopped=lambda: False)  # fmt: skip
     train_step = training_step(training, nothing)
     for step in range(4):

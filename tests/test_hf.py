@@ -23,10 +23,11 @@ from dev.hf.gpt2 import GPT2Family
 from dev.scripts import kind_of
 from device.errors import UserError
 from kernels.rope import rope_table
-from llmc.data.dataloader import open_tokens
-from llmc.data.tokenizer import StreamDecoder, Tokenizer, load_model_tokenizer, write_tokenizer
-from llmc.files import checkpoint
-from llmc.files.checkpoint import read_model, write_model
+from llmc.data.find_tokenizer import load_model_tokenizer, open_tokenizer
+from llmc.data.token_file import open_tokens
+from llmc.data.tokenizer import StreamDecoder, write_tokenizer
+from llmc.files import model_file
+from llmc.files.model_file import read_model, write_model
 from llmc.model.tensors import Config, num_parameters
 from models import FAMILIES, GPT2S, LLAMAS, PYTHIAS, QWENS, build_from_file, send
 from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, opinionated, transformers_model
@@ -159,7 +160,7 @@ def test_a_model_has_its_weights_and_logits_after_import_and_after_export(
 @every_config
 def test_weights_exported_in_bf16_are_those_that_transformers_rounds(config, theirs, saved, tmp_path, monkeypatch):
     """Directly, and where llm.c has such a file, by way of its version 5."""
-    monkeypatch.setattr(checkpoint, "ROUNDED", 700)  # numbers at a time
+    monkeypatch.setattr(model_file, "ROUNDED", 700)  # numbers at a time
     assert imported(saved, tmp_path)[0] == config
     model, bf16 = tmp_path / "imported.bin", ("--dtype", "bf16")
     weights = load_file(exported(model, tmp_path / "out", *bf16) / "model.safetensors")
@@ -185,7 +186,7 @@ def test_weights_exported_in_bf16_are_those_that_transformers_rounds(config, the
 @pytest.mark.parametrize("out", ["out", "v5.bin"])
 def test_an_export_in_bf16_takes_the_memory_of_a_tensor_at_most(out, tmp_path, monkeypatch, rng):
     config = GPT2Config(8, 128, 16, 2, 64)
-    monkeypatch.setattr(checkpoint, "ROUNDED", 1000)
+    monkeypatch.setattr(model_file, "ROUNDED", 1000)
     write_random(tmp_path / "model.bin", config, rng)
     exported(tmp_path / "model.bin", tmp_path / f"first_{out}", "--dtype", "bf16")
     tracemalloc.start()
@@ -346,7 +347,7 @@ def test_a_pointer_of_git_lfs_in_place_of_a_file_is_told(name, saved, tmp_path):
         assert refusal(saved / name, tmp_path).startswith(f"{saved / name}: a pointer of Git LFS")
     if name == "tokenizer.json":
         with pytest.raises(UserError, match="tokenizer.json: a pointer of Git LFS"):
-            Tokenizer.load(saved / name)
+            open_tokenizer(saved / name)
 
 
 def test_an_adapter_is_told_to_be_no_model(saved, theirs, tmp_path):
@@ -743,7 +744,7 @@ SAMPLES = ["", " ", "It's the tokenizer's  own test,\n\n  isn't it?", "Größe �
 
 @each_family
 def test_an_exported_tokenizer_splits_text_as_ours_does(config, bpe, tmp_path, rng):
-    tokenizer = Tokenizer.load(bpe)
+    tokenizer = open_tokenizer(bpe)
     write_random(tmp_path / "model.bin", replace(config, vocab_size=tokenizer.vocab_size), rng)
     out = exported(tmp_path / "model.bin", tmp_path / "out", "--tokenizer", str(bpe))
     theirs = AutoTokenizer.from_pretrained(out)
@@ -764,7 +765,7 @@ def with_tokenizer(bpe, tmp_path) -> Path:
     from tokenizers.processors import TemplateProcessing
 
     make_model(replace(LLAMA, vocab_size=330)).save_pretrained(tmp_path / "saved")
-    library = Library.from_str(export_hf.tokenizer_json(Tokenizer.load(bpe)))
+    library = Library.from_str(export_hf.tokenizer_json(open_tokenizer(bpe)))
     library.add_special_tokens(["<|begin_of_text|>"])
     begin = library.token_to_id("<|begin_of_text|>")
     library.post_processor = TemplateProcessing(
@@ -785,10 +786,10 @@ def test_a_padded_model_is_imported_fine_tuned_sampled_and_exported(
     """It has more rows than tokens, and its last token leaves out `gap` ids before it."""
     config = replace(of, vocab_size=rows, max_seq_len=32)
     make_model(config).save_pretrained(tmp_path / "saved")
-    content = json.loads(export_hf.tokenizer_json(Tokenizer.load(bpe)))
+    content = json.loads(export_hf.tokenizer_json(open_tokenizer(bpe)))
     content["model"]["vocab"]["ĠĠĠĠĠĠ"] = 321 + gap
     (tmp_path / "saved" / "tokenizer.json").write_text(json.dumps(content))
-    first = Tokenizer.load(tmp_path / "saved" / "tokenizer.json")
+    first = open_tokenizer(tmp_path / "saved" / "tokenizer.json")
     assert first.vocab_size == 322 + gap < rows
     imported(tmp_path / "saved", tmp_path)
 
@@ -831,12 +832,12 @@ def test_a_tokenizer_goes_along_with_its_model_there_and_back(with_tokenizer, tm
     config, _ = imported(with_tokenizer, tmp_path)
     beside = tmp_path / "imported_tokenizer.json"
     assert beside.read_bytes() == (with_tokenizer / "tokenizer.json").read_bytes()
-    first = Tokenizer.load(with_tokenizer / "tokenizer.json")
-    for tokenizer in (Tokenizer.load(beside), load_model_tokenizer(tmp_path / "imported.bin", config.vocab_size)):
+    first = open_tokenizer(with_tokenizer / "tokenizer.json")
+    for tokenizer in (open_tokenizer(beside), load_model_tokenizer(tmp_path / "imported.bin", config.vocab_size)):
         assert (tokenizer.tokens, tokenizer.eot, tokenizer.bos) == (first.tokens, 320, 321)
         for text in SAMPLES:
             assert tokenizer.encode(text) == first.encode(text)
-    binary = Tokenizer.load(tmp_path / "imported_tokenizer.bin")
+    binary = open_tokenizer(tmp_path / "imported_tokenizer.bin")
     assert binary.fits(config.vocab_size) and (binary.tokens[:322], binary.eot) == (first.tokens, 320)
     out = exported(tmp_path / "imported.bin", tmp_path / "out")
     assert not capsys.readouterr().err
@@ -937,7 +938,7 @@ def test_byte_fallback_is_imported_makes_data_writes_texts_and_is_exported(kind,
     theirs, library = of_kind(kind, LLAMA, tmp_path / "saved")
     imported(tmp_path / "saved", tmp_path)
     monkeypatch.chdir(tmp_path)
-    binary = Tokenizer.load("imported_tokenizer.bin")
+    binary = open_tokenizer("imported_tokenizer.bin")
     assert b"\n" in binary.tokens and b" the" in binary.tokens
     assert "so a .bin cannot encode: use the .json" in conftest.refusal(binary.encode, "the")
 
@@ -957,7 +958,7 @@ def test_byte_fallback_is_imported_makes_data_writes_texts_and_is_exported(kind,
         ids = library.encode(prompt).ids or [1]
         written = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=2)[0].tolist()
         generate.main(["-e", "imported.bin", "--prompt", prompt, *"-g 20 --temperature 0 --device cpu".split()])
-        stream = StreamDecoder(Tokenizer.load("imported_tokenizer.json"), terminal=False)  # not all of it is UTF-8
+        stream = StreamDecoder(open_tokenizer("imported_tokenizer.json"), terminal=False)  # not all of it is UTF-8
         wanted = "".join(map(stream.push, written[1:])) + stream.flush()
         assert capsys.readouterr().out == wanted + "\n" and not wanted.startswith(" ")
     out = exported(Path("imported.bin"), Path("out"))
@@ -994,7 +995,7 @@ def test_vocab_json_and_merges_txt_become_a_tokenizer_json(tmp_path, capsys, mon
     change(saved / "vocab.json", **{"<|endoftext|>": library.token_to_id("<|endoftext|>")})
     imported(saved, tmp_path)
     assert "transformers has made a tokenizer.json of vocab.json and merges.txt" in capsys.readouterr().out
-    ours = Tokenizer.load(tmp_path / "imported_tokenizer.json")
+    ours = open_tokenizer(tmp_path / "imported_tokenizer.json")
     for text in SAMPLES:
         assert ours.encode(text) == library.encode(text).ids
     assert ours.tokens[ours.eot] == b"<|endoftext|>" and (tmp_path / "imported_tokenizer.bin").is_file()

@@ -19,9 +19,11 @@ from conftest import refusal
 from dev.hf import export_hf, import_hf
 from dev.hf.common import config_json, end_tokens, families
 from device.errors import UserError
-from llmc.data.tokenizer import Tokenizer, byte_letters
-from llmc.files.checkpoint import newest_checkpoint, read_model_header, read_record
+from llmc.data.find_tokenizer import open_tokenizer
+from llmc.data.hf_tokenizer import byte_letters
+from llmc.files.checkpoint_dir import newest_checkpoint, read_record
 from llmc.files.files import make_header
+from llmc.files.model_file import read_model_header
 from llmc.model.tensors import padded
 from llmc.ranks.launcher import SIGNALS
 from llmc.run import program
@@ -186,7 +188,7 @@ def imported(kind: str) -> bool:
 
 def loaded() -> bool:
     def load() -> None:
-        tokenizer = Tokenizer.load("tokenizer.json")
+        tokenizer = open_tokenizer("tokenizer.json")
         tokenizer.encode("ab x\n")
         tokenizer.encode_ordinary_batch(["ab x\n"])
         tokenizer.text_bytes(300)

@@ -4,7 +4,7 @@ import struct
 from dataclasses import replace
 
 import conftest
-from llmc.files.checkpoint import read_model, read_model_header, write_model
+from llmc.files.model_file import read_model, read_model_header, write_model
 from llmc.model.tensors import Config, name_tensors, num_parameters
 from models import build_from_file
 from oracle import MODEL_FP32, assert_close, forward, table_of

@@ -10,7 +10,8 @@ import threading
 from pathlib import Path
 
 from device.errors import UserError
-from llmc.files.checkpoint import checkpoints, lock_checkpoints, model_path
+from llmc.files.checkpoint import model_path
+from llmc.files.checkpoint_dir import checkpoints, lock_checkpoints
 from llmc.files.directory import Lock
 
 import pytest

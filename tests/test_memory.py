@@ -7,7 +7,7 @@ import device
 from conftest import refusal
 from device.errors import UserError
 from llmc.data.batches import Batches
-from llmc.files.checkpoint import write_model
+from llmc.files.model_file import write_model
 from llmc.model import fp8
 from llmc.model.activations import Cache
 from llmc.model.tensors import num_parameters

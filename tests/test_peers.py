@@ -14,7 +14,8 @@ from types import ModuleType, SimpleNamespace
 import device
 from device.errors import UserError
 from llmc.data.batches import Batches
-from llmc.files.checkpoint import load_checkpoint, read_model
+from llmc.files.checkpoint import load_checkpoint
+from llmc.files.model_file import read_model
 from llmc.model.model import Model
 from llmc.model.ranges import length, parameter_ranges
 from llmc.model.tensors import num_parameters

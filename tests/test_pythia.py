@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import device
 from device.errors import UserError
-from llmc.files.checkpoint import read_model, read_model_header, write_model
+from llmc.files.model_file import read_model, read_model_header, write_model
 from llmc.model.tensors import name_tensors, num_parameters
 from llmc.step.memory import Plan, training_sizes
 from models import PYTHIA_ODD

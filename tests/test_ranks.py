@@ -17,13 +17,14 @@ from types import SimpleNamespace
 
 from conftest import DEVICES
 from device.errors import UserError
-from llmc.data.dataloader import write_tokens
+from llmc.data.token_file import write_tokens
 from llmc.data.tokenizer import write_tokenizer
-from llmc.files.checkpoint import read_model, read_record
+from llmc.files.checkpoint_dir import read_record
+from llmc.files.model_file import read_model
 from llmc.ranks import ranks
 from llmc.ranks.environment import find_place, first_host
 from llmc.run.logger import read_log
-from llmc.run.report import StopRequest
+from llmc.run.stop import StopRequest
 from models import TINY, described
 
 import numpy as np
@@ -441,7 +442,7 @@ def test_a_signal_that_comes_while_ranks_ask_one_another_is_not_lost(monkeypatch
         return [value, None]
 
     monkeypatch.setattr(ranks, "all_gather", all_gather)
-    assert [StopRequest.told(stop, ""), StopRequest.told(stop, "")] == [False, True]
+    assert [StopRequest.requested_on_any_rank(stop, ""), StopRequest.requested_on_any_rank(stop, "")] == [False, True]
 
 
 @pytest.mark.long

@@ -17,9 +17,9 @@ from dev.hf.common import named_tensors
 from dev.write_reference import flat_parameters, forward_backward, main, random_model, write_reference
 from device import cpp
 from device.errors import UserError
-from llmc.data.dataloader import write_tokens
+from llmc.data.token_file import write_tokens
 from llmc.data.tokenizer import write_tokenizer
-from llmc.files.checkpoint import read_model_header
+from llmc.files.model_file import read_model_header
 from llmc.model.tensors import name_tensors
 from llmc.run.logger import read_log
 from llmc.step.update import adamw_update

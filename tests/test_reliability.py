@@ -19,9 +19,12 @@ from dev.data.common import load_tokenizer
 from dev.hf import export_hf, import_hf
 from kernels import classifier
 from llmc.data.batches import Batches
-from llmc.data.dataloader import DataLoader, Tokens, write_tokens
+from llmc.data.dataloader import DataLoader
+from llmc.data.token_file import Tokens, write_tokens
 from llmc.data.tokenizer import write_tokenizer
-from llmc.files.checkpoint import lock_checkpoints, model_path, read_model, read_record, write_model
+from llmc.files.checkpoint import model_path
+from llmc.files.checkpoint_dir import lock_checkpoints, read_record
+from llmc.files.model_file import read_model, write_model
 from llmc.model.tensors import num_parameters
 from llmc.run.logger import Logger, read_log
 from llmc.step.update import adamw_update

@@ -3,9 +3,10 @@
 import re
 
 import device
-from llmc.data.dataloader import write_tokens
+from llmc.data.token_file import write_tokens
+from llmc.run import peak as peaks
 from llmc.run import report
-from llmc.run.arguments import parse_arguments
+from llmc.run.arguments import make_parser, parse_arguments
 from train_gpt2_fp32 import GPT2, GPT2Config, train
 
 import numpy as np
@@ -31,15 +32,15 @@ def test_a_gpus_peak_is_its_own_or_unknown(monkeypatch, name, peak):
     device.use("cpu")
     monkeypatch.setattr(device.current.device, "precision", "tf32")
     monkeypatch.setattr(device.current.device, "name", name)
-    assert report.tensor_core_peak() == peak
+    assert peaks.tensor_core_peak() == peak
     monkeypatch.setattr(device.current.device, "precision", "bf16")
-    assert report.tensor_core_peak() == (2 * peak if peak else None)
+    assert peaks.tensor_core_peak() == (2 * peak if peak else None)
 
 
 def test_in_fp32_there_is_no_share_of_a_peak(monkeypatch):
     device.use("cpu")
     monkeypatch.setattr(device.current.device, "name", "NVIDIA H200")
-    assert report.tensor_core_peak() is None
+    assert peaks.tensor_core_peak() is None
 
 
 @pytest.mark.parametrize("seconds, text", [(0, "0m00s"), (59.6, "1m00s"), (3599, "59m59s"), (7384, "2h03m")])
@@ -84,3 +85,12 @@ def test_a_step_of_a_known_gpu_shows_its_model_flops_utilisation_and_the_help_sa
     with pytest.raises(SystemExit):
         parse_arguments(GPT2Config, ["--help"])
     assert "model FLOPs utilisation (MFU)" in (out := capsys.readouterr().out) and "6 N + 12 L NH HS T" in out
+
+
+def test_the_help_says_of_what_the_mfu_is_a_share():
+    """In fp8 of a peak that no run can reach."""
+    text = " ".join(make_parser(GPT2Config).format_help().split())
+    sentences = text[text.index("(MFU)") :]
+    assert peaks.TIMES_TF32.keys() == {"tf32", "bf16", "fp8"} and "in the precision that the line names" in sentences
+    assert all(name in sentences for name in ("TF32", "bf16", "fp8"))
+    assert "twice the peak in bf16" in sentences and peaks.TIMES_TF32["fp8"] == 2 * peaks.TIMES_TF32["bf16"]

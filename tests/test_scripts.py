@@ -1,11 +1,13 @@
 """Model scripts: found by being there, and each says of itself what the programs need to know."""
 
+import ast
 import re
 import subprocess
 import sys
 
 from dev import scripts
 from dev.scripts import ROOT, kind_of_magic, model_kinds, script_configs, small_model
+from llmc.files import magic
 from llmc.model.tensors import num_parameters
 from train_gpt2_fp32 import GPT2Config
 
@@ -33,6 +35,33 @@ def test_every_script_has_one_model_which_names_it_and_a_number_of_its_own():
     paths = sorted(path.name for path in ROOT.glob("train_*.py") if "(Model):" in path.read_text())
     assert [kind.Config.SCRIPT for kind in model_kinds()] == paths
     assert all(kind_of_magic(kind.Config.MAGIC) is kind for kind in model_kinds())
+
+
+def test_llmc_reads_in_the_scripts_what_their_classes_say():
+    """It must not import them. Here both are compared, so that no script says it in a way that llmc does not read."""
+    assert magic.known_models() == {kind.Config.MAGIC: (kind.Config.NAME, kind.Config.SCRIPT) for kind in model_kinds()}
+
+
+@pytest.mark.parametrize("body", [
+    'NAME, SCRIPT, MAGIC = "Toy", "train_toy.py", 7', 'NAME = "Toy"; MAGIC = 7', 'MAGIC: int = 0x7\n    NAME = "Toy"',
+    'HEADER_BYTES, MAGIC, BF16_VERSION = 1024, 7, 5\n    NAME, TABLE = "Toy", (1, 2)', 'MAGIC, (NAME) = (7, "Toy")',
+])  # fmt: skip
+def test_a_models_number_and_name_may_be_written_in_any_way(tmp_path, monkeypatch, body):
+    """A number that stands elsewhere in a script is no model's."""
+    monkeypatch.setattr(magic, "ROOT", tmp_path)
+    (tmp_path / "train_toy.py").write_text(f"SEED = MAGIC = 8\n\nclass ToyConfig(Config):\n    SIZE = 5\n    {body}\n")
+    (tmp_path / "train_unfinished.py").write_text("class Config:\n    NAME, MAGIC = ")
+    (tmp_path / "train_latin1.py").write_bytes(b'NAME = "\xe9"')
+    assert magic.known_models.__wrapped__() == {7: ("Toy", "train_toy.py")}
+
+
+def test_llmc_names_no_model():
+    """Neither to ask which one it is, nor to find its files."""
+    names, found = {kind.Config.NAME for kind in model_kinds()}, []
+    for path in (ROOT / "llmc").rglob("*.py"):
+        words = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        found += [(path.name, word) for word in words if word in names]
+    assert found == []
 
 
 @pytest.mark.parametrize("config", [kind.Config for kind in model_kinds()], ids=lambda config: config.NAME)

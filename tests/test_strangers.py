@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from device.errors import UserError
-from llmc.files.checkpoint import load_checkpoint, newest_checkpoint
+from llmc.files.checkpoint import load_checkpoint
+from llmc.files.checkpoint_dir import newest_checkpoint
 from llmc.ranks import handshake, launcher
 from llmc.ranks.group import LENGTH
 from llmc.ranks.handshake import HELLO, MAGIC, PROOF, RANDOM, find_secret, make_key, prove

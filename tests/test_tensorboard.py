@@ -8,7 +8,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
-from llmc.data.dataloader import write_tokens
+from llmc.data.token_file import write_tokens
 from llmc.data.tokenizer import write_tokenizer
 from llmc.run.logger import TensorBoard, read_log
 

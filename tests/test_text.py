@@ -15,8 +15,10 @@ from pathlib import Path
 import conftest
 from dev.data import text as script
 from dev.data.common import lines_of
-from llmc.data.dataloader import DataLoader, find_token_files, open_tokens
-from llmc.data.tokenizer import byte_letters
+from llmc.data.dataloader import DataLoader
+from llmc.data.find_data import find_token_files
+from llmc.data.hf_tokenizer import byte_letters
+from llmc.data.token_file import open_tokens
 
 import datasets
 import numpy as np

@@ -10,22 +10,18 @@ from pathlib import Path
 import generate
 from conftest import refusal
 from dev.hf.common import take_tokenizer_along
-from llmc.data import tokenizer as tokenizer_module
-from llmc.data.tokenizer import (
-    GPT2_PATTERN,
-    HuggingFaceTokenizer,
-    StreamDecoder,
-    Tokenizer,
-    byte_letters,
-    byte_tokenizer,
+from llmc.data import find_tokenizer as find_tokenizer_module
+from llmc.data.find_tokenizer import (
     check_tokenizer,
     find_tokenizer,
-    gpt2_tokenizer,
     load_model_tokenizer,
     model_tokenizers,
+    open_tokenizer,
     tokenizer_files,
-    write_tokenizer,
 )
+from llmc.data.hf_tokenizer import HuggingFaceTokenizer, byte_letters
+from llmc.data.tokenizer import GPT2_PATTERN, StreamDecoder, Tokenizer, byte_tokenizer, gpt2_tokenizer, write_tokenizer
+from train_gpt2_fp32 import GPT2Config
 
 import pytest
 import regex
@@ -37,6 +33,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = "the theatre there, then the other: they're bathing in the 1990s' weather — naïve café 你好 🙂🙂\n\n  end  "
+GPT2_TOKENIZER = GPT2Config.DEFAULT_TOKENIZER
 WORDS = ["the", "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", *" 19,\n\té你🙂"]
 TEXTS = st.lists(st.one_of(st.sampled_from(WORDS), st.characters(codec="utf-8")), max_size=60).map("".join)
 
@@ -145,7 +142,7 @@ def test_a_tokenizer_file_has_the_layout_of_llm_c(tmp_path):
 
 
 def test_a_tokenizer_is_read_back_exactly(file):
-    tokenizer = Tokenizer.load(file)
+    tokenizer = open_tokenizer(file)
     assert (tokenizer.tokens, tokenizer.eot, tokenizer.vocab_size) == (LEARNED.tokens, 316, 317)
     assert [tokenizer.decode(i) for i in range(317)] == LEARNED.tokens
     assert "token -1 " in refusal(tokenizer.decode, -1)
@@ -160,7 +157,7 @@ def test_version_1_ends_a_text_with_gpt2s_token(tmp_path):
     struct.pack_into("<2I", data, 4, 1, 50257)
     struct.pack_into("<I", data, 12, 0)
     path.write_bytes(data)
-    tokenizer = Tokenizer.load(path)
+    tokenizer = open_tokenizer(path)
     assert tokenizer.eot == 50256 and tokenizer.tokens == tokens
 
 
@@ -169,7 +166,7 @@ def test_a_damaged_tokenizer_is_refused(file):
 
     def message(changed):
         file.write_bytes(changed)
-        return refusal(Tokenizer.load, file)
+        return refusal(open_tokenizer, file)
 
     assert "damaged at token 316" in message(data[:-1])
     assert "1 bytes too long" in message(data + b"x")
@@ -181,7 +178,7 @@ def test_a_damaged_tokenizer_is_refused(file):
     assert "found a GPT-2 model" in message(struct.pack("<I", 20240326) + data[4:])
     assert "too short" in message(data[:100])
     os.unlink(file)
-    assert "no such file" in refusal(Tokenizer.load, file)
+    assert "no such file" in refusal(open_tokenizer, file)
 
 
 def test_a_token_that_does_not_fit_a_file_is_not_written(tmp_path):
@@ -231,7 +228,7 @@ def test_gpt2s_own_encoding_is_rebuilt_from_its_tokens(tmp_path, monkeypatch):
     tokenizer = gpt2_tokenizer()
     write_tokenizer("gpt2_tokenizer.bin", tokenizer.tokens, tokenizer.eot)
     text = CORPUS * 3 + open(__file__).read()
-    assert Tokenizer.load("gpt2_tokenizer.bin").encode(text) == gpt2.encode_ordinary(text)
+    assert open_tokenizer("gpt2_tokenizer.bin").encode(text) == gpt2.encode_ordinary(text)
     assert gpt2_tokenizer().encoding.encode("<|endoftext|>", allowed_special="all") == [50256]
 
 
@@ -239,21 +236,22 @@ def test_the_tokenizer_of_a_dataset_is_its_own_or_the_models(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     os.mkdir("data")
     spellings = ["data/x", "data/x_train.bin", "data/x_train_*.bin", "data/x_val_000000.bin"]
-    assert [find_tokenizer(data, name="GPT-2") for data in spellings] == [None] * 4
-    write_tokenizer("gpt2_tokenizer.bin", [b"a"], 0)
-    assert {str(find_tokenizer(data, name="GPT-2")) for data in spellings} == {"gpt2_tokenizer.bin"}
+    assert [find_tokenizer(data, default=GPT2_TOKENIZER) for data in spellings] == [None] * 4
+    write_tokenizer(GPT2_TOKENIZER, [b"a"], 0)
+    assert {str(find_tokenizer(data, default=GPT2_TOKENIZER)) for data in spellings} == {GPT2_TOKENIZER}
     for suffixes in (".json",), (".bin", ".json"):
         for suffix in suffixes:
             write_tokenizer(f"data/x_tokenizer{suffix}", [b"a"], 0)
-        assert {str(find_tokenizer(data, name="GPT-2")) for data in spellings} == {f"data/x_tokenizer{suffixes[0]}"}
+        found = {str(find_tokenizer(data, default=GPT2_TOKENIZER)) for data in spellings}
+        assert found == {f"data/x_tokenizer{suffixes[0]}"}
     assert not capsys.readouterr().out
-    for model, name in (None, ""), (None, "Llama 3"), (Path("n.bin"), "GPT-2"):  # any other would be a guess
-        assert find_tokenizer("data/y", model, name) is None
+    for model, default in (None, None), (None, "missing.bin"), (Path("n.bin"), GPT2_TOKENIZER):  # not to guess
+        assert find_tokenizer("data/y", model, default) is None
         assert "if gpt2_tokenizer.bin is its, copy it to <prefix>_tokenizer.bin\n" in capsys.readouterr().out
-    assert str(find_tokenizer("data/y", Path("gpt2_124M.bin"), "GPT-2")) == "gpt2_tokenizer.bin"
+    assert str(find_tokenizer("data/y", Path("gpt2_124M.bin"), GPT2_TOKENIZER)) == GPT2_TOKENIZER
     for name in ("n_tokenizer.json", "n_tokenizer.bin"):
         shutil.copy("data/x_tokenizer.json", name)
-        assert str(find_tokenizer("data/y", Path("n.bin"), "GPT-2")) == name
+        assert str(find_tokenizer("data/y", Path("n.bin"), GPT2_TOKENIZER)) == name
         assert str(find_tokenizer("data/x", Path("n.bin"))) == "data/x_tokenizer.bin"
     for prefix in ("data/x_values", "data/x_train", "data/x_val_train"):  # which are no splits of data/x
         for suffix in (".bin", ".json"):
@@ -306,7 +304,7 @@ def json_file(tmp_path):
 @every_kind
 def test_a_tokenizer_json_encodes_as_transformers_does(json_file, kind):
     path = json_file(kind)
-    ours, theirs = Tokenizer.load(path), PreTrainedTokenizerFast(tokenizer_file=str(path))
+    ours, theirs = open_tokenizer(path), PreTrainedTokenizerFast(tokenizer_file=str(path))
 
     @given(HF_TEXTS)
     def check(text):
@@ -322,7 +320,7 @@ def test_a_tokenizer_json_encodes_as_transformers_does(json_file, kind):
 
 @every_kind
 def test_the_bytes_of_its_tokens_make_up_the_text(json_file, kind):
-    ours = Tokenizer.load(json_file(kind))
+    ours = open_tokenizer(json_file(kind))
 
     @given(HF_TEXTS)
     def check(text):
@@ -341,10 +339,10 @@ def test_the_bytes_of_its_tokens_make_up_the_text(json_file, kind):
 
 def test_a_text_begins_with_what_the_file_puts_there_or_else_with_what_ends_one(json_file, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|eot_id|>"}')  # the end of a turn, not of a text
-    llama3 = Tokenizer.load(json_file("llama3_like"))
+    llama3 = open_tokenizer(json_file("llama3_like"))
     assert [llama3.tokens[token] for token in (llama3.bos, llama3.eot)] == [b"<|begin_of_text|>", b"<|end_of_text|>"]
     for kind in ("gpt2_like", "smollm2_like", "pythia_like"):
-        ours = Tokenizer.load(json_file(kind))
+        ours = open_tokenizer(json_file(kind))
         assert ours.tokens[ours.eot] == b"<|endoftext|>" and ours.bos == ours.eot
     assert LEARNED.bos == LEARNED.eot
 
@@ -361,16 +359,16 @@ def test_the_end_of_text_is_named_by_a_neighbour(tmp_path, prefix, neighbour, co
     library = train(SPELLINGS, last=["</s>", "<|b|>"])
     (tmp_path / f"{prefix}tokenizer.json").write_text(library.to_str())
     (tmp_path / f"{prefix}{neighbour}").write_text(json.dumps(content))
-    ours = Tokenizer.load(tmp_path / f"{prefix}tokenizer.json")
+    ours = open_tokenizer(tmp_path / f"{prefix}tokenizer.json")
     assert ours.eot == (5 if end is None else ours.tokens.index(end))
 
 
 def test_a_tokenizer_whose_end_of_text_is_unknown_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(train(SPELLINGS).to_str())
-    message = refusal(Tokenizer.load, tmp_path / "tokenizer.json")
+    message = refusal(open_tokenizer, tmp_path / "tokenizer.json")
     assert "tokenizer.json: it does not say which token ends a text" in message and "eos_token" in message
     (tmp_path / "config.json").write_text("{")
-    assert f"{tmp_path / 'config.json'}: not JSON" in refusal(Tokenizer.load, tmp_path / "tokenizer.json")
+    assert f"{tmp_path / 'config.json'}: not JSON" in refusal(open_tokenizer, tmp_path / "tokenizer.json")
 
 
 LETTERS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -391,12 +389,12 @@ REMOVED = {"type": "Split", "pattern": {"String": "e"}, "behavior": "Removed", "
 )
 def test_a_tokenizer_of_another_kind_is_refused(json_file, changes, words):
     path = json_file(**changes)
-    message = refusal(Tokenizer.load, path)
+    message = refusal(open_tokenizer, path)
     assert str(path) in message and words in message and "byte-level BPE is supported" in message
 
 
 def test_what_draws_or_cuts_is_switched_off_and_a_line_says_so(json_file, capsys):
-    ours = Tokenizer.load(json_file(
+    ours = open_tokenizer(json_file(
         "llama3_like", model={"dropout": 0.5},
         truncation={"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
         padding={"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
@@ -411,7 +409,7 @@ def test_what_draws_or_cuts_is_switched_off_and_a_line_says_so(json_file, capsys
 
 def test_a_byte_without_a_token_is_said(json_file, capsys):
     vocab = json.loads(LIBRARIES["gpt2_like"].to_str())["model"]["vocab"]
-    Tokenizer.load(json_file(model={"vocab": {k: v for k, v in vocab.items() if k != "Ã"}, "merges": []}))
+    open_tokenizer(json_file(model={"vocab": {k: v for k, v in vocab.items() if k != "Ã"}, "merges": []}))
     assert "no token for 1 bytes, the first 0xc3: texts lose them\n" in capsys.readouterr().err
 
 
@@ -420,13 +418,13 @@ def test_what_the_libraries_raise_is_one_line(json_file):
     template = json.loads(LIBRARIES["llama3_like"].to_str())["post_processor"]
     template["processors"][1]["special_tokens"] = {}
     path = json_file("llama3_like", post_processor=template)
-    assert refusal(Tokenizer.load, path).startswith(f"{path}: the tokenizers library cannot read it (no entry found")
+    assert refusal(open_tokenizer, path).startswith(f"{path}: the tokenizers library cannot read it (no entry found")
     path = json_file(model={"dropout": 1.5})
-    assert refusal(Tokenizer.load, path).startswith(f"{path}: the tokenizers library cannot read it (Dropout should")
+    assert refusal(open_tokenizer, path).startswith(f"{path}: the tokenizers library cannot read it (Dropout should")
     path = json_file(normalizer={"type": "Replace", "pattern": {"String": ""}, "content": "x"})
-    assert refusal(Tokenizer.load, path).startswith(f"{path}: the tokenizers library cannot read it (index out of")
+    assert refusal(open_tokenizer, path).startswith(f"{path}: the tokenizers library cannot read it (index out of")
     path = json_file(normalizer={"type": "Replace", "pattern": {"Regex": "(q+)+$"}, "content": "x"})
-    ours = Tokenizer.load(path)
+    ours = open_tokenizer(path)
     for encode in ours.encode, lambda text: ours.encode_ordinary_batch([text]):
         assert refusal(encode, "q" * 40 + "!").startswith(f"{path}: the tokenizers library cannot encode a text (")
     for encode in LEARNED.encode, lambda text: LEARNED.encode_ordinary_batch([text]):
@@ -445,7 +443,7 @@ def test_a_token_beyond_the_vocabulary_is_refused(json_file, token, where):
         content["post_processor"]["processors"][1]["special_tokens"]["<|begin_of_text|>"]["ids"] = [token]
         changes = {"post_processor": content["post_processor"]}
     path = json_file("llama3_like", **changes)
-    message = refusal(Tokenizer.load, path)
+    message = refusal(open_tokenizer, path)
     assert message.startswith(f"{path}: ")
 
 
@@ -482,7 +480,7 @@ def test_a_models_tokenizer_is_the_named_one_or_beside_it_and_else_asked_for(mod
     assert "257 tokens and m/tiny.bin 400" in refusal(load_model_tokenizer, model, 400, named)
     os.unlink("m/tiny_tokenizer.bin")
     assert load_model_tokenizer(model, 257, Path("bytes")).tokens == byte_tokens
-    monkeypatch.setattr(tokenizer_module, "gpt2_tokenizer", byte_tokenizer)  # which tiktoken would download
+    monkeypatch.setattr(find_tokenizer_module, "gpt2_tokenizer", byte_tokenizer)  # which tiktoken would download
     assert load_model_tokenizer(model, 257, Path("gpt2")).tokens == byte_tokens
 
 
@@ -509,9 +507,9 @@ def test_more_tokens_than_the_model_has_rows_are_said_at_once(model, json_file, 
     assert f"{size + 1} tokens and m/tiny.bin {size}" in refusal(load_model_tokenizer, model, size, Path("other.json"))
 
     take_tokenizer_along(Path("other.json"), model, size)  # an import
-    assert Tokenizer.load("m/tiny_tokenizer.bin").tokens == tokenizer.tokens[:size]
+    assert open_tokenizer("m/tiny_tokenizer.bin").tokens == tokenizer.tokens[:size]
     assert "other.json: the model has no row for 1 of" in capsys.readouterr().err
-    check_tokenizer(Path("data_tokenizer.json"), Tokenizer.load(path), model, size)
+    check_tokenizer(Path("data_tokenizer.json"), open_tokenizer(path), model, size)
     assert "data_tokenizer.json: the model has no row for 1 of" in capsys.readouterr().err
 
 
@@ -568,7 +566,7 @@ def test_the_files_of_a_tokenizer_are_it_and_what_it_needs_beside_it(tmp_path):
 
 def test_a_tokenizer_json_beside_a_model_is_preferred_where_the_library_is(model, json_file, monkeypatch):
     size = LIBRARIES["smollm2_like"].get_vocab_size()
-    ours = Tokenizer.load(json_file("smollm2_like"))
+    ours = open_tokenizer(json_file("smollm2_like"))
     write_tokenizer("m/tiny_tokenizer.bin", [b"%d" % i for i in range(size)], 0)
     assert load_model_tokenizer(model, size).tokens[7] == b"7"
     shutil.move("tokenizer.json", "m")

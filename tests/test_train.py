@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import device
 from conftest import DEVICES
 from device import CpuDevice, CudaDevice
-from llmc.data.dataloader import open_tokens, write_tokens
+from llmc.data.token_file import open_tokens, write_tokens
 from llmc.data.tokenizer import write_tokenizer
-from llmc.files.checkpoint import write_model
+from llmc.files.model_file import write_model
 from llmc.model.tensors import num_parameters
 from llmc.run.arguments import parse_arguments
 from llmc.run.logger import read_log

@@ -16,7 +16,7 @@ from pathlib import Path
 import device
 from dev.bench.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_random_model, zipf_tokens
 from device.errors import UserError
-from llmc.data.dataloader import write_tokens
+from llmc.data.token_file import write_tokens
 from llmc.run.arguments import positive
 
 import numpy as np

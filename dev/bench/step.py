@@ -50,7 +50,7 @@ from device.cublas import WORKSPACE
 from device.errors import UserError, first_line
 from llmc.model.tensors import flops_per_token, num_parameters
 from llmc.run.arguments import positive
-from llmc.run.report import percent_of_peak
+from llmc.run.peak import percent_of_peak
 
 import numpy as np
 

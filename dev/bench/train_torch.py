@@ -16,15 +16,16 @@ from dev.bench.workload import SCRIPTS
 from device.errors import UserError
 from llmc.data.batches import bits_per_byte
 from llmc.data.dataloader import DataLoader
-from llmc.data.tokenizer import Tokenizer, find_tokenizer
-from llmc.files.checkpoint import model_path, read_model
+from llmc.data.find_tokenizer import find_tokenizer, open_tokenizer
+from llmc.files.checkpoint import model_path
+from llmc.files.model_file import read_model
 from llmc.model.model import Model
 from llmc.model.tensors import Config
 from llmc.model.weights import randomize
 from llmc.run.arguments import Parser, parse_arguments
 from llmc.run.logger import Logger
 from llmc.run.report import print_validation
-from llmc.run.settings import FIRST_SEED, check_flags, settle
+from llmc.run.settings import FIRST_SEED, check_flags, make_settings
 
 import numpy as np
 import torch
@@ -51,8 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError("--precision fp8: PyTorch itself has none: compare with --precision bf16")
     where = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
-    tokenizer_path = find_tokenizer(args.data, name=kind.Config.NAME)
-    tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path else None
+    tokenizer_path = find_tokenizer(args.data, default=kind.Config.DEFAULT_TOKENIZER)
+    tokenizer = open_tokenizer(tokenizer_path) if tokenizer_path else None
     described = kind.Config.described(args.model, tokenizer.vocab_size if tokenizer else None)
     config, tensors = described, None
     if config is None:
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     B, T = args.batch_size, args.sequence_length
     train_loader = DataLoader(args.data, "train", B, T, config.vocab_size, args.seed, args.raw_tokens)
     val_loader = DataLoader(args.val_data or args.data, "val", B, T, config.vocab_size, raw_tokens=args.raw_tokens)
-    settings = settle(args, 0, train_loader.num_tokens, val_loader.num_batches)
+    settings = make_settings(args, 0, train_loader.num_tokens, val_loader.num_batches)
     steps, count = settings.steps, settings.val_batches
     text_bytes = tokenizer.text_bytes(config.vocab_size) if tokenizer else np.zeros(config.vocab_size, np.int64)
     logger = Logger(args.log)

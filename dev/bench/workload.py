@@ -10,16 +10,17 @@ import device
 from dev.scripts import model_kinds
 from device.errors import UserError
 from llmc.data.batches import Batches
-from llmc.data.dataloader import DataLoader, write_tokens
-from llmc.files.checkpoint import write_model
+from llmc.data.dataloader import DataLoader
+from llmc.data.token_file import write_tokens
+from llmc.files.model_file import write_model
 from llmc.model.activations import Cache, choose_attention
 from llmc.model.model import Model
 from llmc.model.tensors import Config, name_tensors
 from llmc.model.weights import randomize
 from llmc.ranks import ranks
 from llmc.run.arguments import Parser, add_device_arguments, natural, on_off, parse_arguments, positive
-from llmc.run.run import Origin, build_training
 from llmc.run.settings import check_flags
+from llmc.run.start import Origin, Text, build_training
 from llmc.step.training import Training
 from train_gpt2_fp32 import training_step
 
@@ -64,7 +65,7 @@ class Workload:
         args = parse_arguments(self.kind.Config, ["-e", self.model, "--seed", str(SEED), *self.script_flags()])
         check_flags(args)
         tokenizer = SimpleNamespace(vocab_size=self.config.vocab_size)
-        return build_training(self.kind, args, tokenizer, Origin(None, {}, None))[0]
+        return build_training(self.kind, args, Text(None, tokenizer), Origin(None, {}, None))[0]
 
     def loader(self) -> DataLoader:
         return DataLoader(self.data, "train", self.B, self.T, self.config.vocab_size)

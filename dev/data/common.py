@@ -16,22 +16,21 @@ from typing import Any, BinaryIO
 
 from dev.foreign import try_tokenizer
 from device.errors import UserError, first_line
-from llmc.data.tokenizer import (
-    Tokenizer,
-    byte_tokenizer,
-    gpt2_tokenizer,
-    tokenizer_files,
-    without_surrogates,
-    write_tokenizer,
-)
-from llmc.files.checkpoint import check_saved
-from llmc.files.files import MARKS, open_file, replacing
+from llmc.data.find_tokenizer import open_tokenizer, tokenizer_files
+from llmc.data.hf_tokenizer import without_surrogates
+from llmc.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, write_tokenizer
+from llmc.files.checkpoint_dir import check_saved
+from llmc.files.files import open_file, replacing
 from llmc.run.program import run_program
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstd", ".lz4": "lz4"}  # suffix: what unpacks it
 BLOCK = 1 << 20  # bytes that are read at once
 LONGEST = 1 << 28  # characters of a line, or of a list, held in several copies; a .txt is read in parts
+MARKS = (  # byte order marks; UTF-32's begins with UTF-16's
+    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
+)  # fmt: skip
 
 
 class Unsuitable(UserError):
@@ -169,7 +168,7 @@ def load_tokenizer(name: str | Path | None) -> Tokenizer:
         return byte_tokenizer() if name == "bytes" else gpt2_tokenizer()
     check_saved(Path(name))
     try_tokenizer(Path(name))
-    tokenizer = Tokenizer.load(name)
+    tokenizer = open_tokenizer(name)
     if tokenizer.normalizer:
         state = json.loads(tokenizer.normalizer.__getstate__())
         changes = " + ".join(part["type"] for part in state.get("normalizers", [state]))

@@ -15,7 +15,8 @@ from dev.data.common import DATA, Unsuitable, blocks_of, download, encode, load_
 from device.errors import UserError
 from llmc.data.evaluation import START_EXAMPLE
 from llmc.data.tokenizer import Tokenizer
-from llmc.files.files import EVALUATION, make_header, replacing
+from llmc.files.files import make_header, replacing
+from llmc.files.magic import EVALUATION
 from llmc.run.arguments import Parser, a_path
 
 import numpy as np

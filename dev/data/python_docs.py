@@ -16,7 +16,7 @@ from pydoc_data.topics import topics
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
 from dev.data.common import DATA, encode_texts, make_folder, run, write_vocabulary
-from llmc.data.dataloader import write_tokens
+from llmc.data.token_file import write_tokens
 from llmc.data.tokenizer import byte_tokenizer
 from llmc.run.arguments import Parser, a_path
 

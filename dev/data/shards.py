@@ -8,7 +8,7 @@ from typing import Any
 
 from dev.data.common import library
 from device.errors import UserError, first_line
-from llmc.data.dataloader import token_format, write_tokens
+from llmc.data.token_file import token_format, write_tokens
 from llmc.files.files import replacing
 
 import numpy as np

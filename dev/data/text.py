@@ -33,7 +33,9 @@ os.environ.setdefault("TQDM_MININTERVAL", "2")
 from dev.data import common
 from dev.data.shards import ShardWriter, load_texts
 from device.errors import UserError, first_line
-from llmc.data.tokenizer import END_OF_TEXT, MOST_TOKENS, Tokenizer, without_surrogates
+from llmc.data.find_tokenizer import open_tokenizer
+from llmc.data.hf_tokenizer import MAX_VOCAB_SIZE, without_surrogates
+from llmc.data.tokenizer import END_OF_TEXT, Tokenizer
 from llmc.files.directory import Lock
 from llmc.files.files import file_size, replacing
 from llmc.run.arguments import Parser, a_path, limited, number, positive, whole_number
@@ -51,7 +53,7 @@ MAX_CHARACTERS = 400_000  # in a document: what tiktoken is sure to split, even 
 File = tuple[str, str, int, int]  # path, kind, size in bytes, time of the last change in ns
 share = limited(number, ((lambda x: 0 < x < 1), "be above 0 and below 1"))
 characters = limited(whole_number, ((lambda n: 100 <= n <= MAX_CHARACTERS), f"be from 100 to {MAX_CHARACTERS}"))
-vocabulary = limited(whole_number, ((lambda n: 257 <= n < MOST_TOKENS), f"be from 257 to {MOST_TOKENS - 1}"))
+vocabulary = limited(whole_number, ((lambda n: 257 <= n < MAX_VOCAB_SIZE), f"be from 257 to {MAX_VOCAB_SIZE - 1}"))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -235,7 +237,7 @@ def learn(size: int, rows: Any) -> str:
 @lru_cache(1)
 def tokenizer_at(path: str) -> tuple[Tokenizer, re.Pattern]:
     """A tokenizer, and a pattern for the names of its special tokens."""
-    tokenizer = Tokenizer.load(path)
+    tokenizer = open_tokenizer(path)
     return tokenizer, re.compile("|".join(re.escape(tokenizer.tokens[id].decode()) for id in sorted(tokenizer.special)))
 
 
@@ -282,7 +284,7 @@ def make(args: argparse.Namespace, files: list[File], given: Tokenizer | None, p
             some = (high < 2.0**64 * LEARNED / sizes.sum()) & ~for_validation(high, sizes, args.val, 16 * LEAST)
             with replacing(source) as file:
                 file.write(learn(args.train_tokenizer, rows.select(kept[some])).encode())
-        common.write_vocabulary(prefix, given or Tokenizer.load(source), Path(args.tokenizer))
+        common.write_vocabulary(prefix, given or open_tokenizer(source), Path(args.tokenizer))
     path = str(source if source.is_file() else binary)
     done = encode_all(rows, kept, args.workers, prefix.parent, path=path, special=args.special_tokens)
     tokens, vocab_size = np.array(done["count"][:]), tokenizer_at(path)[0].vocab_size

@@ -12,13 +12,14 @@ from pathlib import Path
 from dev.foreign import try_tokenizer
 from dev.hf.family import Family
 from device.errors import UserError
-from llmc.data import tokenizer
-from llmc.data.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
+from llmc.data import hf_tokenizer
+from llmc.data.find_tokenizer import open_tokenizer, tokenizer_files
+from llmc.data.tokenizer import write_tokenizer
 from llmc.files.files import replacing
 from llmc.model.tensors import Config
 
 SAVE_AGAIN = "save the model again with save_pretrained"
-read_json = partial(tokenizer.read_json, remedy=SAVE_AGAIN)
+read_json = partial(hf_tokenizer.read_json, remedy=SAVE_AGAIN)
 
 
 @cache
@@ -108,7 +109,7 @@ def take_tokenizer_along(found: Path, model: Path, vocab_size: int) -> set[Path]
     if found.suffix == ".bin" or own not in files:
         return set(files)
     try:
-        read = Tokenizer.load(found)
+        read = open_tokenizer(found)
         if not read.fits(vocab_size, own=True):
             raise UserError(f"{found} has {read.vocab_size} tokens and the model {vocab_size}")
         read.say_rows(found, vocab_size)

@@ -24,15 +24,11 @@ from dev.foreign import try_tokenizer
 from dev.hf.common import config_json, named_tensors, read_json, take_tokenizer_along
 from dev.scripts import NEEDED, find_model, kind_of
 from device.errors import UserError
-from llmc.data.tokenizer import (
-    END_OF_TEXT,
-    GPT2_PATTERN,
-    Tokenizer,
-    byte_letters,
-    model_tokenizers,
-    tokenizer_files,
-)
-from llmc.files.checkpoint import in_bf16, read_model, training_flags, write_model
+from llmc.data.find_tokenizer import model_tokenizers, open_tokenizer, tokenizer_files
+from llmc.data.hf_tokenizer import byte_letters
+from llmc.data.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer
+from llmc.files.checkpoint_dir import training_flags
+from llmc.files.model_file import in_bf16, read_model, write_model
 from llmc.model.tensors import Config, num_parameters
 from llmc.run.arguments import Parser, a_path
 from llmc.run.program import run_program
@@ -94,7 +90,7 @@ def find_tokenizer(model: Path, config: Config, given: Path | None) -> tuple[Pat
         try:
             if given:
                 try_tokenizer(path)
-            tokenizer = Tokenizer.load(path)
+            tokenizer = open_tokenizer(path)
             encodes = path.suffix == ".json" or tokenizer.ranks
             if encodes and tokenizer.fits(config.vocab_size, own=path in own):
                 return path, tokenizer

@@ -41,9 +41,9 @@ from dev.hf.common import SAVE_AGAIN, config_json, families, named_tensors, read
 from dev.hf.family import Family, Settings
 from dev.scripts import kind_of_magic
 from device.errors import UserError, escaped, first_line
-from llmc.data.tokenizer import NEIGHBOURS
-from llmc.files.checkpoint import new_model
+from llmc.data.hf_tokenizer import NEIGHBOURS
 from llmc.files.files import check_no_pointer, first_word
+from llmc.files.model_file import new_model
 from llmc.model.tensors import Config, layout, num_parameters
 from llmc.run.arguments import Parser, a_name, a_path, positive
 from llmc.run.program import run_program

@@ -17,44 +17,43 @@ import numpy as np
 
 
 class Batches:
-    """Carries batches to the device, to the batch `at_hand`, and their losses (B,T) back, while the device still works
-    on earlier ones.
+    """Carries batches to the device, into `device_batch`, and their losses (B,T) back, while the device still works on
+    earlier ones.
 
     A step has `count` batches on each rank, and step_tokens tokens on all ranks together. In the order of the data, the
-    first batch is rank 0's first, the next is rank 1's first, and so on. The page-locked arrays exist twice, for two
-    steps in flight. A step may fill its array after the losses of the step before the last have been read.
+    first batch is rank 0's first, the next is rank 1's first, and so on. The page-locked arrays are double buffered:
+    step n may fill slot n % 2 once the losses of step n - 2 have been read.
 
-    failure: why a batch could not be read, or nothing.
-
-    begin: the device's event in front of the last step's first batch. What the device does before it is not the step's.
+    failure: why a batch could not be read; empty if all could be. begin: the device's event before the first batch of
+    the last step; earlier work of the device is not the step's.
 
     Raises UserError if a step has more batches than the host has memory for.
     """
 
-    def __init__(self, at_hand: Batch, losses, loader: DataLoader | EvalLoader, count: int = 1):
-        self.at_hand, self.losses_there, self.loader, self.count = at_hand, losses, loader, count
+    def __init__(self, device_batch: Batch, losses, loader: DataLoader | EvalLoader, count: int = 1):
+        self.device_batch, self.device_losses, self.loader, self.count = device_batch, losses, loader, count
         self.failure, self.begin = "", device.event()
         self.ends = deque(maxlen=2)  # of the step's last two batches
-        needed, (free, _) = 2 * 4 * count * (at_hand.memory.size + losses.size), device.host_memory()
+        needed, (free, _) = 2 * 4 * count * (device_batch.memory.size + losses.size), device.host_memory()
         if count > 1 and needed > free:
             raise UserError(
                 f"-d {self.step_tokens} makes {count} batches a step on each rank; their tokens and losses take "
                 f"{needed >> 20} MiB of the host's memory, and {free >> 20} MiB are free: lower -d"
             )
-        self.batches = device.pinned((2, count, at_hand.memory.size), np.int32)
+        self.batches = device.pinned((2, count, device_batch.memory.size), np.int32)
         self.losses = device.pinned((2, count, *losses.shape), np.float32)
 
     @property
     def step_tokens(self) -> int:
-        return self.count * ranks.size() * self.at_hand.B * self.at_hand.T
+        return self.count * ranks.size() * self.device_batch.B * self.device_batch.T
 
     def tokens(self, step: int, i: int) -> np.ndarray:
-        """Inputs, targets, order and count (4,B,T) of batch i of a step, on the host."""
-        return self.batches[step % 2, i, :-RANDOM_WORDS].reshape(4, self.at_hand.B, self.at_hand.T)
+        """Batch i of a step on the host, (4,B,T): inputs, targets, and the two arrays of `sort_by_token`."""
+        return self.batches[step % 2, i, :-RANDOM_WORDS].reshape(4, self.device_batch.B, self.device_batch.T)
 
     def read(self, step: int, i: int) -> None:
-        """Reads the batches i of all ranks, this rank's into page-locked memory, for `send`. If that fails, `failure`
-        says why: all ranks must hear of it before they go on."""
+        """Reads this rank's batch i into page-locked memory, for `send`, and skips those of the other ranks. If that
+        fails, `failure` says why: all ranks must hear of it before they go on."""
         for r in range(ranks.size()):
             self.read_next(step, i) if r == ranks.rank() else self.loader.skip()
 
@@ -67,10 +66,11 @@ class Batches:
             self.failure = str(error)
             tokens[:2] = 0
         tokens[2:] = np.reshape(sort_by_token(tokens[0]), (2, *tokens[0].shape))
-        batch[-RANDOM_WORDS:] = random_words(self.at_hand.dropout, step, i * ranks.size() + ranks.rank())
+        batch[-RANDOM_WORDS:] = random_words(self.device_batch.dropout, step, i * ranks.size() + ranks.rank())
 
     def stopped(self) -> bool:
-        """False. Raises UserError if a batch could not be read. For whoever has nothing else that may stop a step."""
+        """Never true, but raises UserError if a batch could not be read. For callers that have no other reason to stop
+        a step."""
         if self.failure:
             raise UserError(self.failure)
         return False
@@ -83,24 +83,25 @@ class Batches:
             self.ends.clear()
         if len(self.ends) == 2:
             self.ends[0].wait()
-        device.copy_in(self.at_hand.memory, self.batches[step % 2, i])
+        device.copy_in(self.device_batch.memory, self.batches[step % 2, i])
 
     def fetch_losses(self, step: int, i: int) -> None:
         """Starts to copy the losses of batch i of a step to the host."""
-        device.copy_out(self.losses[step % 2, i], self.losses_there)
+        device.copy_out(self.losses[step % 2, i], self.device_losses)
         if self.count > 2:
             self.ends.append(device.event())
 
     def mean_loss(self, step: int) -> float:
         """The mean over a step's batches on all ranks, once the device has finished it."""
-        of_ranks = ranks.all_gather([float(losses.mean(dtype=np.float64)) for losses in self.losses[step % 2]])
-        means = [of_rank[i] for i in range(self.count) for of_rank in of_ranks]  # in the order of the data
+        by_rank = ranks.all_gather([float(losses.mean(dtype=np.float64)) for losses in self.losses[step % 2]])
+        means = [own[i] for i in range(self.count) for own in by_rank]  # in the order of the data
         return sum(means) / len(means)
 
     def run(self, forward_loss: Callable[[], None]) -> np.ndarray:
-        """The losses (B,T) of the next batch, by itself; of no use if there is a `failure`."""
+        """Runs one batch, the loader's next, and waits for its losses (B,T). They mean nothing if there is a
+        `failure`."""
         self.read_next(0, 0)
-        device.copy_in(self.at_hand.memory, self.batches[0, 0])
+        device.copy_in(self.device_batch.memory, self.batches[0, 0])
         forward_loss()
         self.fetch_losses(0, 0)
         device.synchronize()
@@ -108,7 +109,8 @@ class Batches:
 
     def each(self, num_batches: int, work: Callable[[], object], stopped: Callable[[], bool] | None) -> list | None:
         """Calls work once for each of the loader's first num_batches batches, which the ranks share out among
-        themselves. Returns a list of what it returned; None if `stopped` before the end or at it."""
+        themselves. Returns the list of its results, for all batches on every rank; or None if `stopped`, which is asked
+        before each round of batches and at the end."""
         stopped = stopped or self.stopped
         self.loader.reset()
         own = []
@@ -121,8 +123,8 @@ class Batches:
                 self.loader.skip()
         if stopped():
             return None
-        of_ranks = ranks.all_gather(own)
-        return [of_ranks[i % ranks.size()][i // ranks.size()] for i in range(num_batches)]
+        by_rank = ranks.all_gather(own)
+        return [by_rank[i % ranks.size()][i // ranks.size()] for i in range(num_batches)]
 
 
 def validate(
@@ -136,6 +138,7 @@ def validate(
     (`bits_per_byte`). text_bytes (V,) says how many bytes of text each token stands for; without it the second is None.
     Returns None in place of the pair if `stopped` before the end. Without `stopped`, raises UserError if a batch cannot
     be read."""
+
     def work() -> list:
         loss = float(batches.run(forward_loss).mean(dtype=np.float64))
         return [loss, 0 if text_bytes is None else int(text_bytes[batches.tokens(0, 0)[1]].sum())]
@@ -144,7 +147,7 @@ def validate(
     if found is None:
         return None
     total, num_bytes = (sum(values) for values in zip(*found, strict=True))
-    loss, num_tokens = total / num_batches, num_batches * batches.at_hand.B * batches.at_hand.T
+    loss, num_tokens = total / num_batches, num_batches * batches.device_batch.B * batches.device_batch.T
     return loss, bits_per_byte(loss, num_tokens, num_bytes)
 
 

@@ -5,20 +5,21 @@ dev/data/hellaswag.py.
 
     int32[256]      20240522, 1, number of examples, bytes of the longest example
     uint16 stream   for each example:
-                      65535, where it starts
-                      its length in bytes, all of these fields included
+                      65535, which marks its start
+                      its length in bytes, with all of these fields
                       its number, from 0
                       label: which completion is the right one, from 0
                       number of completions, 4
-                      length of the context, then so many tokens
-                      for each completion: its length, then so many tokens
+                      length of the context, then its tokens
+                      for each completion: its length, then its tokens
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from device.errors import UserError
-from llmc.files.files import EVALUATION, HEADER_BYTES, file_size, read_header
+from llmc.files.files import HEADER_BYTES, file_size, read_header
+from llmc.files.magic import EVALUATION
 
 import numpy as np
 
@@ -41,8 +42,8 @@ class EvalLoader:
 
     num_examples: in the file. num_batches: how many `next_batch` takes for all of them, B // 4 examples each.
 
-    Raises UserError for B below 4, and where the file is missing, damaged or of another kind, has a token that is not
-    below vocab_size, or a context that with a completion is longer than T.
+    Raises UserError for B below 4, and if the file is missing, damaged or of another kind, has a token that is not
+    below vocab_size, or has a context that with a completion is longer than T.
     """
 
     def __init__(self, path: str | Path, B: int, T: int, vocab_size: int) -> None:
@@ -95,8 +96,8 @@ class EvalLoader:
     def count_correct(self, losses: np.ndarray) -> int:
         """How many examples of the last batch the model answers right, given its losses, fp32 (B, T).
 
-        The model's answer is the completion with the lowest mean loss over its own tokens. The first of these is
-        predicted at the context's last position. If losses are equal, the first completion counts.
+        The model's answer is the completion with the lowest mean loss over its own tokens. Its first token is predicted
+        at the context's last position. If losses are equal, the first completion counts.
         """
         correct = row = 0
         for example in self._served:
@@ -129,7 +130,7 @@ def read_examples(path: str | Path) -> list[Example]:
 
 
 def parse_example(stream: np.ndarray, index: int) -> Example | None:
-    """The example at the beginning of a stream, uint16. None if something else than example `index` is there."""
+    """The example at the beginning of a stream, uint16; None unless it is example `index`, undamaged."""
     if stream.size < 6:
         return None
     start, size, found_index, label, num_completions = (int(n) for n in stream[:5])
@@ -138,7 +139,7 @@ def parse_example(stream: np.ndarray, index: int) -> Example | None:
     if size % 2 or size // 2 > stream.size:
         return None
     parts, at, end = [], 5, size // 2
-    for _ in range(1 + NUM_COMPLETIONS):  # the context, then the completions, each behind its length
+    for _ in range(1 + NUM_COMPLETIONS):  # the context, then the completions, each after its length
         length = int(stream[at]) if at < end else 0
         parts.append(stream[at + 1 : at + 1 + length])
         at += 1 + length

@@ -26,10 +26,10 @@ TAKEN = (errno.EAGAIN, errno.EACCES)
 
 
 class Directory:
-    """An open directory. The path of it may contain links. Below it, no link is followed.
+    """An open directory. Its path may contain links. Below it, no link is followed.
 
-    above: the open directory that has this one; then the path's last part must be no link. Raises OSError, as all
-    methods do, if the system refuses.
+    above: the open directory in which this one lies. If it is given, the last part of the path must be no link. Raises
+    OSError, as all methods do, if the system refuses.
     """
 
     def __init__(self, path: str | Path, above: "Directory | None" = None):
@@ -42,7 +42,7 @@ class Directory:
         self.close = weakref.finalize(self, os.close, self.descriptor)
 
     def check_in_place(self) -> None:
-        """Raises OSError if another directory, or none, is at the path by now. It would not have our lock."""
+        """Raises OSError if another directory, which would not have our lock, or none is at the path by now."""
         try:
             if os.path.samestat(os.stat(self.path), os.fstat(self.descriptor)):
                 return
@@ -55,7 +55,7 @@ class Directory:
         return sorted(os.listdir(self.descriptor))
 
     def stat(self, name: str) -> os.stat_result:
-        """Of the file or the link itself."""
+        """What the system says of a file; of a link itself, not of its target."""
         return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
 
     def is_directory(self, name: str) -> bool:
@@ -93,7 +93,7 @@ class Directory:
     @contextmanager
     def replacing(self, name: str) -> Iterator[BinaryIO]:
         """A new file, which gets its name when it is complete and on disk. If the block fails, it leaves nothing
-        behind, and what had the name keeps it."""
+        behind, and a file that had the name keeps it."""
         part = f"{name}.{os.getpid()}.part"
         with suppress(FileNotFoundError):
             os.unlink(part, dir_fd=self.descriptor)  # of a killed process that had our number
@@ -117,7 +117,7 @@ class Directory:
         os.rename(name, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def remove(self, name: str) -> None:
-        """Removes a file, a link, or a directory with all that is in it."""
+        """Removes a file, a link, or a directory with everything in it."""
         if not self.is_directory(name):
             os.unlink(name, dir_fd=self.descriptor)
             return
@@ -139,8 +139,8 @@ def why(error: OSError) -> str:
 
 
 def make_directory(directory: Path) -> list[Path]:
-    """Makes a directory if it is missing, and syncs its name. Returns the directories that it made, the innermost
-    first. Raises OSError if it cannot."""
+    """Makes a directory and the directories above it, if they are missing, and syncs their names. Returns those that it
+    made, the innermost first. Raises OSError if it cannot."""
     missing = []
     for place in (directory, *directory.parents):
         if place.is_dir():
@@ -167,13 +167,13 @@ class Lock:
 
     The lock is an flock on a file of its own, `path`. The other files of the place are replaced by renames, and a lock
     on them would not survive this. The file names process and host, and `release` removes it. If a killed process has
-    left the file behind, it is not locked, and the next run takes it over. A link, or a file with something else in it,
-    stays as it is, and the lock is refused.
+    left the file, it is not locked, and the next run takes it over. A link, or a file with other contents, stays as it
+    is, and the lock is refused.
 
     directory: the open directory of `path`. The holder of the lock writes below it.
 
-    place and flag: the name of the place in messages, and the flag that names it. make: make the directory of `path` if
-    it is missing; `release` removes it again if it is empty.
+    place and flag: the name of the place in messages, and the flag that names it. make: whether to make the directory
+    of `path` if it is missing; then `release` removes it again if it is empty.
 
     While another process has the lock, this one waits, at most PATIENCE seconds, and says so on stderr. Raises
     UserError if the wait was in vain, or if the file cannot be written. On a file system without locks it says that

@@ -1,46 +1,27 @@
 """Files that begin with 256 integers, and files that are written whole or not at all.
 
-Every `.bin` of llm.c starts with a header of 256 little-endian 32-bit integers, the first of which says what follows.
-The number of a model's files stands in its script.
+Every `.bin` of llm.c starts with a header of 256 little-endian 32-bit integers. The first one, the magic number, says
+what follows (magic.py).
 """
 
-import codecs
 import errno
 import os
-import re
 import stat
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
 from device.errors import UserError
 from device.progress import telling
 from llmc.files.directory import Directory, make_directory, remove_directories, why
+from llmc.files.magic import contents, script_of
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
 HEADER_BYTES = 256 * 4
-
-DEBUG_STATE, TOKENIZER, TOKENS, EVALUATION = 20240327, 20240328, 20240520, 20240522
-TOKENS_32 = 20240801
-
-CONTENTS = {
-    DEBUG_STATE: "a debug state",
-    TOKENIZER: "a tokenizer",
-    TOKENS: "GPT-2 tokens",
-    EVALUATION: "a multiple-choice evaluation set",
-    TOKENS_32: "tokens of 32 bits",
-}
-
-MARKS = (  # byte order marks; UTF-32's begins with UTF-16's
-    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
-)  # fmt: skip
 
 
 def make_header(*values: int) -> np.ndarray:
@@ -79,48 +60,37 @@ def first_word(path: str | Path) -> int | None:
 
 
 def check_no_pointer(path: str | Path) -> None:
-    """Raises UserError if Git LFS has left its pointer to a file in place of the file. Whoever reads a file that cannot
-    be opened says so."""
+    """Raises UserError if Git LFS has left its pointer to a file in place of the file. A file that cannot be opened
+    passes: the caller, who reads it next, says so."""
     with suppress(OSError), open_file(path) as file:
         if file.read(23) == b"version https://git-lfs":
             raise UserError(f"{path}: a pointer of Git LFS, not the file itself: fetch it with `git lfs pull`")
 
 
-def contents(magic: int) -> str | None:
-    """The name of the kind of files that begin with this number. None if it is none of ours."""
-    name, _ = script_of(magic)
-    return CONTENTS.get(magic) or name and f"a {name} model"
-
-
-@cache
-def script_of(magic: int | None) -> tuple[str | None, str | None]:
-    """The name of the models whose files begin with this number, and the script that trains them. It is found in the
-    script's text, because scripts stand above this file, which must not import them."""
-    for path in sorted(ROOT.glob("train_*.py")):
-        text = path.read_text()
-        if name := re.search(r'^ +NAME, .*? = "(.*?)"', text, re.M):
-            if re.search(rf"\bMAGIC, .*\b{magic}\b", text):
-                return name[1], path.name
-    return None, None
-
-
 def read_header(path: str | Path, magic: int, remedy: str, header_bytes: int = HEADER_BYTES) -> np.ndarray:
     """The header of a file of one kind, int32 (header_bytes / 4,).
 
-    Raises UserError, ending in `remedy`, where the file is missing, unreadable, shorter than a header, or of another
+    Raises UserError, which ends in `remedy`, if the file is missing, unreadable, shorter than a header, or of another
     kind.
     """
     size = file_size(path, remedy)
     check_no_pointer(path)
     header = np.fromfile(path, dtype="<i4", count=min(size, header_bytes) // 4)
     if size >= HEADER_BYTES and header[0] != magic:
-        found, (_, other) = contents(int(header[0])) or f"magic number {header[0]}", script_of(int(header[0]))
-        if other and script_of(magic)[1]:
+        found, other = contents(int(header[0])) or f"magic number {header[0]}", script_of(int(header[0]))
+        if other and script_of(magic):
             remedy = f"use {other} for it"
         raise UserError(f"{path}: not {contents(magic)} (found {found}, expected magic number {magic}); {remedy}")
     if size < header_bytes:
         raise UserError(f"{path}: {size} bytes is too short for {contents(magic)}; {remedy}")
     return header
+
+
+def check_size(path: str | Path, expected: int, remedy: str) -> None:
+    """Raises UserError if a file has another size, in bytes."""
+    size = file_size(path, remedy)
+    if size != expected:
+        raise UserError(f"{path}: {size} bytes, but its header asks for {expected}: truncated or damaged; {remedy}")
 
 
 @contextmanager
@@ -138,6 +108,17 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         raise UserError(f"{path}: cannot be written ({why(error)})") from error
 
 
+def write_arrays(file: BinaryIO, arrays: Iterable[np.ndarray]) -> dict[str, int]:
+    """Writes arrays one after the other. Returns the size of all in bytes, and their CRC-32."""
+    crc = size = 0
+    for array in arrays:
+        data = memoryview(np.ascontiguousarray(array)).cast("B")
+        file.write(data)
+        crc = zlib.crc32(data, crc)
+        size += len(data)
+    return {"bytes": size, "crc32": crc}
+
+
 def crc32_of(path: Path) -> int:
     """The CRC-32 of a file. If that takes long, stderr says how far it is."""
     crc = size = done = 0
@@ -149,8 +130,9 @@ def crc32_of(path: Path) -> int:
 
 
 def check_directory(directory: str | Path, contents: str, flag: str) -> None:
-    """Raises UserError if `contents` cannot be written to the `directory` that `flag` names, which need not exist. To
-    find out, it writes a file there. It leaves nothing behind."""
+    """Raises UserError if nothing can be written to the `directory`, which need not exist. To find out, it writes a
+    file there and removes it. contents, flag: for the message, what is to be written, and the flag that names the
+    directory."""
     made = []
     try:
         made = make_directory(Path(directory))

@@ -1,7 +1,8 @@
-"""The record of a checkpoint, state.json, and what may stand in it. A file with the right checksum may still be
-hostile: whoever changes a number can compute the checksum, too.
+"""The record of a checkpoint, state.json, and what may stand in it.
 
-What a run has recorded about its flags, `flags`, is for the command line's parser (llmc/run/settings.py).
+A file with the right checksum may still be hostile: whoever changes a number can compute the checksum, too. So `RECORD`
+says what each value may be, and `load_record` refuses other values. Only `flags`, which has the flags of the run, is
+checked elsewhere, by the command line's parser (llmc/run/settings.py).
 """
 
 import json
@@ -9,11 +10,12 @@ import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from llmc.files.files import open_file
 
-MOST_STEPS = 2**32 - 1  # kernels/dropout.cuh has 32 bits for a step
-MOST = 2**63 - 1        # of counts: NumPy, files and operating systems count no further
+MAX_STEPS = 2**32 - 1  # kernels/dropout.cuh has 32 bits for a step
+MAX_COUNT = 2**63 - 1  # NumPy, files and operating systems count no further
 
 
 def whole(low: int, high: int) -> Callable[[object], bool]:
@@ -25,24 +27,31 @@ def text(value: object) -> bool:
     return isinstance(value, str)
 
 
-count = whole(0, MOST)
+count = whole(0, MAX_COUNT)
 
-# A dict: an object with these keys; those with "?" may be missing, and others may be there. A list: any number of its
-# one element. A tuple: as many elements, each as said.
+# A function: whether a value may stand there. A dict: an object with these keys; a key with "?" may be missing, and
+# other keys may be there. A list: an array of any length, whose elements are all as its one element says. A tuple: an
+# array of this length, whose elements are each as said.
 LOADER = {
     "epoch": whole(0, 2**32 - 1), "place": count, "batch": count, "num_tokens": count, "B": count, "T": count,
     "shuffle_seed": lambda value: value is None or type(value) is int and value >= 0, "fingerprint": text,
-    "files?": [(count, whole(-MOST, MOST), whole(0, 2**64 - 1), text)],  # size, ns since 1970, inode, SHA-256
+    "files?": [(count, whole(-MAX_COUNT, MAX_COUNT), whole(0, 2**64 - 1), text)],  # size, ns since 1970, inode, SHA-256
 }  # fmt: skip
 BEST = {"val_loss": lambda x: type(x) in (int, float) and abs(x) < 2**127, "val_batches": count, "val_data": text}
 STATE = {
     "loader?": LOADER, "sampler?": whole(1, 2**64 - 1), "run?": text, "flags?": {}, "skipped?": count, "best?": BEST,
 }  # fmt: skip
 FILE = {"bytes": count, "crc32": whole(0, 2**32 - 1)}
-RECORD = {"step": whole(0, MOST_STEPS), "files": {"model.bin": FILE, "optimizer.bin": FILE}, "state": STATE}
+RECORD = {"step": whole(0, MAX_STEPS), "files": {"model.bin": FILE, "optimizer.bin": FILE}, "state": STATE}
 
 
-def read_record(checkpoint: Path) -> dict:
+def write_record(file: BinaryIO, record: dict) -> None:
+    """Writes a record to state.json, with its checksum."""
+    record = json.loads(json.dumps(record))  # as a reader will see it
+    file.write(json.dumps(record | {"crc32": crc32(record)}, indent=1).encode())
+
+
+def load_record(checkpoint: Path) -> dict:
     """The contents of a checkpoint's state.json: its "step", its "files", and the "state" that `save_checkpoint` got.
     Raises OSError if there is no such file, and ValueError, which says why, if it is not what was written."""
     with open_file(checkpoint / "state.json") as file:

@@ -147,7 +147,7 @@ class Config:
     max_seq_len, vocab_size, num_layers, num_heads and channels, and says:
 
     NAME, SCRIPT       what the model is called, and the program that trains it
-    MAGIC              the number that its files begin with
+    MAGIC              the number that its files begin with; it and NAME must be literals (llmc/files/magic.py)
     HEADER_BYTES       the length of their header, where header() is not the one below
     BF16_VERSION       the version of llm.c's files that hold such a model in bf16, where it has them
     PARAMETERS         the table of all parameters that such models can have, in the order of the buffer
@@ -155,6 +155,7 @@ class Config:
     PRESETS            named models (`-e d12`), each such a description: the first is what `make train` trains on a GPU,
                        "tiny" what it trains on a CPU
     DEFAULT_MODEL      the file that -e stands for by default; it need not be there
+    DEFAULT_TOKENIZER  the file of the tokenizer that all these models have, if there is one; it need not be there
     DEFAULTS           further fields that a description may leave out; vocab_size where the data has no tokenizer
     CHOICES            the words that a field of type str can be
     FETCH              where such a model can be had, for messages: "make one with train_x.py" if nowhere
@@ -169,6 +170,7 @@ class Config:
     DESCRIPTION: dict[str, str]
     PRESETS: dict[str, str]
     DEFAULT_MODEL: str
+    DEFAULT_TOKENIZER: str | None = None
     DEFAULTS: dict[str, object]
     CHOICES: dict[str, tuple[str, ...]] = {}
     FETCH: str

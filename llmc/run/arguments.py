@@ -1,5 +1,4 @@
-"""The trainers' command line: llm.c's one-letter flags with their meanings and defaults, each with a long name, and a
-few of our own."""
+"""The trainers' command line: llm.c's one-letter flags, each with a long name, and a few of our own."""
 
 import argparse
 import math
@@ -9,16 +8,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from device.errors import UserError
-from llmc.data.dataloader import RAW_TOKENS
+from llmc.data.token_file import RAW_TOKENS
+from llmc.files.record import MAX_COUNT
 from llmc.model.tensors import Config
 from llmc.ranks import ranks
 from llmc.run.schedule import SCHEDULES
 
 # The types of flags. Each raises argparse.ArgumentTypeError, which says what the value must be.
 
-LARGEST = 2**63 - 1  # of counts: NumPy, files and operating systems count no further
-LONGEST_NAME, LONGEST_PATH = 230, 3000  # file systems allow 255 and 4095 bytes; our suffixes are added
-SMALLEST_FP32, LARGEST_FP32 = 1.2e-38, 3.4e38
+MAX_NAME, MAX_PATH = 230, 3000  # file systems allow 255 and 4095 bytes; our suffixes are added
+MIN_FP32, MAX_FP32 = 1.2e-38, 3.4e38
 
 
 def whole_number(text: str) -> int:
@@ -51,18 +50,18 @@ def limited(kind: Callable[[str], float], *limits: tuple[Callable[[float], bool]
 
 
 NOT_NEGATIVE = (lambda n: n >= 0), "be 0 or more"
-COUNTABLE = (lambda n: n <= LARGEST), f"be at most {LARGEST}"
+COUNTABLE = (lambda n: n <= MAX_COUNT), f"be at most {MAX_COUNT}"
 seed = limited(whole_number, NOT_NEGATIVE)  # as large as one likes
 natural = limited(whole_number, NOT_NEGATIVE, COUNTABLE)
 positive = limited(whole_number, ((lambda n: n >= 1), "be at least 1"), COUNTABLE)
 non_negative = limited(
     number, ((lambda x: 0 <= x < math.inf), "be a finite number, 0 or more"),
-    ((lambda x: x <= LARGEST_FP32), f"be at most {LARGEST_FP32:g}"),
+    ((lambda x: x <= MAX_FP32), f"be at most {MAX_FP32:g}"),
 )  # fmt: skip
 fraction = limited(number, ((lambda x: 0 <= x <= 1), "lie between 0 and 1"))
 above_zero = limited(
-    number, ((lambda x: x >= SMALLEST_FP32), f"be at least {SMALLEST_FP32:g}"),
-    ((lambda x: x <= LARGEST_FP32), f"be at most {LARGEST_FP32:g}"),
+    number, ((lambda x: x >= MIN_FP32), f"be at least {MIN_FP32:g}"),
+    ((lambda x: x <= MAX_FP32), f"be at most {MAX_FP32:g}"),
 )  # fmt: skip
 rate = limited(number, ((lambda x: 0 <= x < 1), "be 0 or more, and below 1"))
 
@@ -102,7 +101,7 @@ def a_name(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty: name something, or leave the flag out")
     longest = max(len(part.encode(errors="surrogatepass")) for part in text.split("/"))
-    if "\0" in text or longest > LONGEST_NAME or len(text) > LONGEST_PATH:
+    if "\0" in text or longest > MAX_NAME or len(text) > MAX_PATH:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is too long or has a zero byte: nothing has such a name")
     return text
 
@@ -153,7 +152,9 @@ def make_parser(
   python {script} -e {preset} -i data/python_docs {recipe}
 
 A step's line has the model FLOPs utilisation (MFU) of a GPU whose peak is known: 6 N + 12 L NH HS T operations a
-token (N parameters, L layers, NH heads of size HS), as a share of what its tensor cores can do in TF32 or bf16.""",
+token (N parameters, L layers, NH heads of size HS), as a share of what its tensor cores can do in the precision that
+the line names: TF32, bf16 or fp8. No run in fp8 can reach its whole peak, which is twice the peak in bf16, because
+attention, the classifier and small products are in bf16 there.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -6,13 +6,14 @@ from argparse import Namespace
 
 import device
 from kernels.flash_attention import HEAD_SIZES
-from llmc.files.checkpoint import model_path, read_model_header
+from llmc.files.checkpoint import model_path
+from llmc.files.model_file import read_model_header
 from llmc.model.activations import choose_attention
 from llmc.model.model import Model
 from llmc.model.tensors import num_parameters
 from llmc.ranks import ranks
-from llmc.run.report import print_table
 from llmc.run.settings import check_flags, check_length, check_model_flags
+from llmc.run.table import print_table
 from llmc.step.memory import CHUNK, Plan, in_chunks, largest_batches, state_sizes, training_sizes
 
 

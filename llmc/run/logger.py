@@ -1,7 +1,7 @@
 """The places of a run's figures: the log file, in llm.c's lines, one number each, and TensorBoard's events.
 
     s:20 tel:3.5212     validation loss before step 20
-    s:20 bpb:1.1288     the same in bits per byte of text, where there is a tokenizer
+    s:20 bpb:1.1288     the same in bits per byte of text, if there is a tokenizer
     s:20 trl:3.6107     training loss of step 20
     s:20 eval:0.2955    accuracy on an evaluation set before step 20
     s:20 sam:0.8412     seconds that the sample before step 20 took
@@ -24,7 +24,7 @@ import device
 from device.errors import UserError, first_line
 from llmc.files.directory import Lock, why
 from llmc.files.files import check_directory, open_file
-from llmc.run.report import Output
+from llmc.run.program import Output
 from llmc.run.settings import Settings
 
 import numpy as np
@@ -45,8 +45,8 @@ STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}  # to be opened anew, a file woul
 
 
 class Reports:
-    """A file to which a run reports. A report that cannot be written is lost. stdout names the first one that is lost,
-    and `lost` counts them."""
+    """A file to which a run reports. A report that cannot be written is lost: `lost` counts such reports, and a line on
+    stdout names the first one."""
 
     def __init__(self, path: str | Path | None) -> None:
         self._file, self.path, self.lost = None, path, 0
@@ -69,10 +69,11 @@ class Logger(Reports):
     """Appends lines to the file at `path`. Others can read each line as soon as it is written. None logs nothing.
 
     first_step: the first step that this run will log. If the file exists, lines of this step and of later ones are
-    removed from it. So a new run (0) begins with an empty log, and a resumed run continues from its checkpoint. Raises
-    UserError if the file cannot be opened, is a pipe that nobody reads, or holds something else than a log (it then
-    stays as it is), if it is a link to a file or has a second name, or if another run logs to it for longer than a
-    `Lock` waits. A line that cannot be written later is lost.
+    removed from it. So a new run (0) begins with an empty log, and a resumed run continues from its checkpoint.
+
+    Raises UserError, and leaves the file as it is, if it cannot be opened, is a pipe that nobody reads, is no log, is a
+    link to a file, or has a second name; and if another run logs to it for longer than a `Lock` waits. A line that
+    cannot be written later is lost.
     """
 
     def __init__(self, path: str | Path | None, first_step: int = 0) -> None:
@@ -182,8 +183,8 @@ class TensorBoard(Reports):
 
 
 class Logs:
-    """Where a run's figures go: the log, TensorBoard's events, and the reader of its output. The reader may leave, if
-    the run has one of the others, or checkpoints."""
+    """Where a run's figures go: the log, TensorBoard's events, and the reader of its output. The reader may leave if
+    the run also has a log, events or checkpoints."""
 
     def __init__(self, settings: Settings):
         flags = settings.flags

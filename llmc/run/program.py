@@ -1,9 +1,10 @@
-"""How a program of this repository ends: if something is wrong, with one line, never with a traceback."""
+"""How a program of this repository prints, and how it ends: if something is wrong, with one line and no traceback."""
 
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn, TextIO
 
 from device.errors import UserError, first_line
@@ -41,6 +42,38 @@ class Stdout:
             self.stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+class Output(Stdout):
+    """Replaces `stream`, to which a run prints, within a with block. If the reader has left or the disk is full, the
+    run goes on, if its figures also go `elsewhere`. stderr then says so, once."""
+
+    def __init__(self, stream, elsewhere: str):
+        super().__init__(stream)
+        self.elsewhere = elsewhere
+
+    def __enter__(self) -> None:
+        sys.stdout = self
+
+    def __exit__(self, *exception) -> None:
+        sys.stdout = self.stream
+
+    def attempt(self, work: Callable[[], object]) -> None:
+        if self.failure:
+            return
+        try:
+            work()
+        except OSError as error:
+            if not self.elsewhere and isinstance(error, BrokenPipeError):
+                raise
+            self.failure, reason = error, (error.strerror or str(error)).lower()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # the rest of its buffer goes there
+            if not self.elsewhere:
+                raise UserError(
+                    f"cannot print ({reason}); with a log (-o), --tensorboard or checkpoints a run goes on"
+                ) from None
+            with suppress(OSError):
+                print(f"cannot print any more ({reason}): the run goes on, see {self.elsewhere}", file=sys.stderr)
 
 
 def run_program(

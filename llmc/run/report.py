@@ -1,73 +1,88 @@
-"""What a run prints for its user, and how the user stops it."""
+"""What a run prints and logs of its steps."""
 
-import os
-import signal
-import sys
-import time
+from __future__ import annotations
+
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from math import isfinite
 
 import device
-from device.errors import UserError, escaped
+from llmc.data.batches import Batches
+from llmc.model.tensors import flops_per_token
 from llmc.ranks import ranks
-from llmc.run.program import Stdout
+from llmc.run.logger import Logs
+from llmc.run.peak import percent_of_peak
+from llmc.run.saver import NonfiniteGuard, Saver
+from llmc.run.settings import Settings
+from llmc.run.stop import StopRequest
+from llmc.run.table import Sections, print_table
+from llmc.step.training import Training
 
-# Dense TF32 peaks in TFLOP/s with sums in fp32, from NVIDIA's datasheets and whitepapers, by the device's whole name
-# without "NVIDIA ". A laptop's GPU, a slice of a GPU (MIG) and a virtual one have names of their own, and other peaks.
-# Left out: names that stand for two GPUs (RTX 3050, RTX 3080), and Turing (RTX 20xx), which has neither TF32 nor bf16.
-TF32_PEAKS = {
-    # Data centre
-    "GB300": 1250.0, "GB200": 1250.0, "B300 SXM6 AC": 1125.0, "B200": 1125.0,
-    "GH200 480GB": 494.5, "GH200 144G HBM3e": 494.5, "H200": 494.5, "H200 NVL": 417.5,
-    "H100 80GB HBM3": 494.5, "H100 PCIe": 378.0, "H100 NVL": 417.5,
-    "A100-SXM4-40GB": 156.0, "A100-SXM4-80GB": 156.0, "A100-PCIE-40GB": 156.0, "A100 80GB PCIe": 156.0,
-    "A800-SXM4-80GB": 156.0, "A800 80GB PCIe": 156.0,
-    "A40": 74.8, "A30": 82.0, "A10": 62.5, "A2": 9.0, "L40S": 183.0, "L40": 90.5, "L4": 60.0,
-    # GeForce for desktops
-    "GeForce RTX 3060": 12.7, "GeForce RTX 3060 Ti": 16.2, "GeForce RTX 3070": 20.3, "GeForce RTX 3070 Ti": 21.7,
-    "GeForce RTX 3080 Ti": 34.1, "GeForce RTX 3090": 35.6, "GeForce RTX 3090 Ti": 40.0,
-    "GeForce RTX 4060": 15.1, "GeForce RTX 4060 Ti": 22.1, "GeForce RTX 4070": 29.1, "GeForce RTX 4070 SUPER": 35.5,
-    "GeForce RTX 4070 Ti": 40.1, "GeForce RTX 4070 Ti SUPER": 44.1, "GeForce RTX 4080": 48.7,
-    "GeForce RTX 4080 SUPER": 52.2, "GeForce RTX 4090": 82.6, "GeForce RTX 4090 D": 73.5,
-    "GeForce RTX 5050": 13.2, "GeForce RTX 5060": 19.2, "GeForce RTX 5060 Ti": 23.7, "GeForce RTX 5070": 30.9,
-    "GeForce RTX 5070 Ti": 43.9, "GeForce RTX 5080": 56.3, "GeForce RTX 5090": 104.8,
-    # Workstations, whose tensor cores do not halve their rate for sums in fp32
-    "RTX A2000": 16.0, "RTX A2000 12GB": 16.0, "RTX A4000": 38.3, "RTX A4500": 47.3, "RTX A5000": 55.6,
-    "RTX A5500": 68.2, "RTX A6000": 77.4,
-    "RTX 2000 Ada Generation": 24.0, "RTX 4000 SFF Ada Generation": 38.3, "RTX 4000 Ada Generation": 53.4,
-    "RTX 4500 Ada Generation": 79.3, "RTX 5000 Ada Generation": 130.6, "RTX 5880 Ada Generation": 138.6,
-    "RTX 6000 Ada Generation": 182.1,
-    "RTX PRO 6000 Blackwell Workstation Edition": 251.9, "RTX PRO 6000 Blackwell Max-Q Workstation Edition": 219.5,
-}  # fmt: skip
+import numpy as np
 
 
-def tensor_core_peak() -> float | None:
-    """The GPU's ceiling in FLOP/s for products in TF32, in bf16, where it is twice as high, or in fp8, where it is four
-    times as high. None if it is not known, or if products are in fp32."""
-    factor = {"fp32": None, "tf32": 1e12, "bf16": 2e12, "fp8": 4e12}[device.precision]
-    peak = TF32_PEAKS.get(device.name.removeprefix("NVIDIA "))
-    return factor * peak if factor and peak else None
+class Reporter:
+    """Prints and logs each step while the device works on the next one.
 
+    running: the step that the device works on: its number, the position before it, the events of its begin and end.
+    norms (2,4): adamw.norm after the updates of two steps; step n's is in norms[n % 2].
+    """
 
-def percent_of_peak(flops: float, ms: float) -> float | None:
-    """The share of the GPU's ceiling that so many operations in so many milliseconds reach: the model FLOPs
-    utilisation, if they are `flops_per_token`'s. None as `tensor_core_peak`."""
-    peak = tensor_core_peak()
-    return 100 * flops / (ms / 1000) / peak if peak else None
+    def __init__(self, training: Training, batches: Batches, settings: Settings, skipped: int):
+        self.training, self.batches, self.settings = training, batches, settings
+        self.logs, self.timer = Logs(settings), StepTimer()
+        self.guard = NonfiniteGuard(settings.flags.skip_nonfinite, skipped)
+        self.running, self.norms = None, device.pinned((2, 4), np.float32)
 
+    def begin(self, table: Sections) -> None:
+        """Prints the start-up table."""
+        with self.logs.output:
+            print_table(table)
 
-def print_table(sections: list[list[tuple[str, object]]]) -> None:
-    """llm.c's start-up table: sections of (parameter, value)."""
-    rule = "+-----------------------+----------------------------------------------------+"
-    row = "| {:<21} | {:<50} |"
-    print(rule)
-    print(row.format("Parameter", "Value"))
-    print(rule)
-    for section in sections:
-        for parameter, value in section:
-            print(row.format(parameter, escaped(value)))
-        print(rule, flush=True)
+    def launched(self, step: int, position: dict, saver: Saver) -> None:
+        """Call it when the device has been given all of a step. Reports the step before, while the device works on
+        this one. position: before this step."""
+        device.copy_out(self.norms[step % 2], self.training.adamw.norm)
+        running = step, position, self.batches.begin, device.event()
+        self.finish(saver, position)
+        self.running = running
+
+    def finish(self, saver: Saver, after: dict) -> None:
+        """Waits for the step that the device works on, if any, and reports it. after: the position after that step.
+        Raises UserError as NonfiniteGuard.not_finite does."""
+        if self.running is None:
+            return
+        s, (step, before, begin, end) = self.settings, self.running
+        ms = end.since(begin)
+        self.timer.add(ms)
+        ranks.step_took(ms / 1000)
+        norm, _, _, own_overflow = map(float, self.norms[step % 2])
+        overflow = any(ranks.all_gather(own_overflow))  # with -z a rank knows only of its own shard
+        self.running, loss = None, self.batches.mean_loss(step)
+        rate, speed = s.learning_rate(step), 1000 * s.step_tokens / ms
+        flops = s.step_tokens * flops_per_token(self.training.model.config, s.T)
+        percent = percent_of_peak(flops / ranks.size(), ms)
+        shown = norm if s.flags.grad_clip else None
+        print_step(step + 1, s.steps, loss, shown, rate, ms, self.timer.recent_average(), speed, percent)
+        self.logs.log(
+            step, train_loss=loss, norm=shown, learning_rate=rate, tokens_per_second=speed, percent_of_peak=percent
+        )
+        if isfinite(norm) and not overflow:
+            self.guard.in_a_row = 0
+            return
+        with ranks.long_work():  # it may save a checkpoint
+            if overflow:
+                kept = "parameters with such a gradient are left as they were, and the others have taken the step"
+                self.guard.not_finite(step, loss, kept, step + 1, after, saver)
+            else:
+                self.guard.not_finite(step, loss, "all parameters are left as they were", step, before, saver)
+
+    def end(self, stop: StopRequest) -> None:
+        """Prints how the run has ended."""
+        if stop.stopped_before is not None:
+            print(f"stopped by {stop.name} after {stop.stopped_before} of {self.settings.steps} steps")
+        if self.guard.skipped:
+            print(f"steps whose loss or gradients were not finite: {self.guard.skipped}")
+        print(f"total average iteration time: {self.timer.average():.6f} ms")
 
 
 class StepTimer:
@@ -119,82 +134,3 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
-
-
-class StopRequest:
-    """Ctrl-C, SIGTERM and SIGHUP ask a run to stop. It stops after the present step, batch or token. A second request
-    stops it at once. But a terminal that is closed may send SIGHUP twice, and this is one request. Under nohup SIGHUP
-    is no request. A scheduler and the process that started the ranks may both send a signal to a rank: signals within a
-    second are one request, too."""
-
-    def __init__(self, several: bool = False):
-        self.number, self.signals, self.several, self.received = None, [signal.SIGINT, signal.SIGTERM], several, None
-        self.heeded: int | None = None  # the step before which the run has stopped
-        self.failure = ""  # why data could not be read, which stops a run, too
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            self.signals.append(signal.SIGHUP)
-        for number in self.signals:
-            signal.signal(number, self.receive)
-
-    @property
-    def name(self) -> str:
-        return "data that cannot be read" if self.failure else signal.Signals(self.number).name
-
-    def requested(self) -> bool:
-        return self.number is not None
-
-    def told(self, failure: str) -> bool:
-        """Whether any rank has been told to stop, or could not read its data. All ranks must ask alike. failure: of
-        this rank's data."""
-        of_ranks = ranks.all_gather(failure or self.number)
-        r, heard = next(((r, heard) for r, heard in enumerate(of_ranks) if heard), (0, None))
-        if heard is None:  # a signal that comes now counts next time
-            return False
-        if isinstance(heard, str):
-            self.failure = f"rank {r} on {ranks.hosts()[r]}: {heard}" if ranks.size() > 1 else heard
-        else:
-            self.number = heard
-        return True
-
-    def receive(self, number, frame) -> None:
-        if self.received is not None:  # only with several ranks
-            if time.monotonic() - self.received > 1 and number != signal.SIGHUP:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            return
-        self.number, self.received = number, time.monotonic()
-        for each in self.signals if not self.several else []:
-            again = each == number == signal.SIGHUP
-            signal.signal(each, signal.SIG_IGN if again else signal.SIG_DFL)
-
-
-class Output(Stdout):
-    """Replaces `stream`, to which a run prints, within a with block. If the reader has left or the disk is full, the
-    run goes on, if its figures also go `elsewhere`. stderr then says so, once."""
-
-    def __init__(self, stream, elsewhere: str):
-        super().__init__(stream)
-        self.elsewhere = elsewhere
-
-    def __enter__(self) -> None:
-        sys.stdout = self
-
-    def __exit__(self, *exception) -> None:
-        sys.stdout = self.stream
-
-    def attempt(self, work: Callable[[], object]) -> None:
-        if self.failure:
-            return
-        try:
-            work()
-        except OSError as error:
-            if not self.elsewhere and isinstance(error, BrokenPipeError):
-                raise
-            self.failure, reason = error, (error.strerror or str(error)).lower()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # the rest of its buffer goes there
-            if not self.elsewhere:
-                raise UserError(
-                    f"cannot print ({reason}); with a log (-o), --tensorboard or checkpoints a run goes on"
-                ) from None
-            with suppress(OSError):
-                print(f"cannot print any more ({reason}): the run goes on, see {self.elsewhere}", file=sys.stderr)

@@ -9,24 +9,25 @@ from math import inf
 from pathlib import Path
 
 from device.errors import UserError
-from llmc.data.tokenizer import tokenizer_files
-from llmc.files.checkpoint import BEST, kept_loss, prune_checkpoints, save_checkpoint
+from llmc.data.find_tokenizer import tokenizer_files
+from llmc.files.checkpoint import save_checkpoint
+from llmc.files.checkpoint_dir import BEST, kept_loss, prune_checkpoints
 from llmc.files.directory import Lock
 from llmc.ranks import ranks
 from llmc.run import program
 from llmc.run.settings import Settings
 from llmc.step.training import Training
 
-MOST_SKIPPED = 20  # steps in a row that are not finite; if there are more, the data is not the cause
+MAX_SKIPPED = 20  # steps in a row that are not finite; if there are more, the data is not the cause
 
 
 class Saver:
     """Writes a run's checkpoints, and removes old ones if there are too many.
 
-    state: what each checkpoint records of the run. tokenizer: the tokenizer's files, which each checkpoint holds. lock:
-    of the directory, on the rank that writes. saved_step: of the newest checkpoint. good: the newest one that was saved
-    while steps were finite. unsaved: which checkpoints could not be written when they were last due (the last one, the
-    best one, or both), and why.
+    state: what each checkpoint records of the run. tokenizer: the contents of the tokenizer's files, which each
+    checkpoint gets. lock: the directory's, on the rank that writes; None on the others. saved_step: the step of the
+    newest checkpoint. good: the newest checkpoint that was saved while steps were finite. unsaved: which checkpoints
+    ("last", "best") could not be written when they were last due, and why.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Saver:
             return inf
         return ranks.of_rank_0(lambda: kept_loss(self.settings.flags.checkpoint_dir, self.state["run"], measure()))
 
-    def save(self, step: int, position: dict, guard: Guard) -> None:
+    def save(self, step: int, position: dict, guard: NonfiniteGuard) -> None:
         """Writes a checkpoint of the run as it was before `step`, if it has trained since the last one and has a
         directory for checkpoints. Then removes old ones of this run if there are too many, but not while steps are
         being skipped. If this fails, the run goes on, and tries again when the next checkpoint is due. All ranks must
@@ -66,10 +67,12 @@ class Saver:
         except UserError as error:
             print(f"an old checkpoint stays: {error}", flush=True)
 
-    def save_best(self, step: int, position: dict, guard: Guard, loss: float, measure: Callable[[], dict]) -> float:
-        """Writes the checkpoint BEST, of the run as it is before `step`, in the place of the old BEST. loss, measure:
-        its validation loss, and of which data. Returns the loss of the BEST that is there then, old or new. All ranks
-        must call it alike."""
+    def save_best(
+        self, step: int, position: dict, guard: NonfiniteGuard, loss: float, measure: Callable[[], dict]
+    ) -> float:
+        """Writes the checkpoint BEST, of the run as it is before `step`, in the place of the old BEST. Returns the loss
+        of the BEST that is there then: the new one, or if that could not be written, the old one. loss: the validation
+        loss now. measure: says of which data and batches it is. All ranks must call it alike."""
         found = {"val_loss": loss} | measure()
         path = self.write("best", step, position | self.state | {"skipped": guard.skipped, "best": found}, BEST)
         if path is not None:  # if there is no other checkpoint yet, a run resumes from this one
@@ -123,29 +126,37 @@ class Saver:
             raise UserError(f"the {what} checkpoint could not be written: {why}")
 
 
-class Guard:
-    """Counts the steps whose loss or gradients were not finite."""
+class NonfiniteGuard:
+    """Counts the steps whose loss or gradients were not finite, and ends the run if it does not skip them.
+
+    skips: whether the run skips them (--skip-nonfinite). skipped: how many it has skipped. in_a_row: how many of the
+    last steps.
+    """
 
     def __init__(self, skips: bool, skipped: int):
         self.skips, self.skipped, self.in_a_row = skips, skipped, 0
 
     def not_finite(self, step: int, loss: float, kept: str, save_as: int, position: dict, saver: Saver) -> None:
-        """Counts a step. Raises UserError if such steps are not skipped, or if there are too many in a row. The device
-        may be working on the next step by now. If such steps are not skipped, that step changes no parameter. If they
-        are skipped and that step is finite, the state that is saved contains it already.
+        """Counts a step that was not finite. Raises UserError if the run does not skip such steps, or if there are too
+        many in a row.
 
-        Before it raises, it saves the state of the run, as of step `save_as`, and removes no older checkpoint, because
-        the parameters may be the cause."""
+        loss: the step's. kept: which parameters are as before the step, for the message. Before it raises, it saves the
+        run as a checkpoint of step `save_as`, at this position. It removes no older checkpoint, because the parameters
+        may be the cause.
+
+        The next step is already launched. Without --skip-nonfinite it changes nothing. With it, its update may already
+        be in the state that is saved.
+        """
         what = f"step {step + 1}: its loss ({loss:g}) or gradients are not finite, so {kept}"
         self.in_a_row += 1
-        if self.skips and self.in_a_row < MOST_SKIPPED:
+        if self.skips and self.in_a_row < MAX_SKIPPED:
             self.skipped += 1
             print(f"{what}; {self.skipped} such steps so far", flush=True)
             return
         saver.training.exchange.gather_parameters()
         saver.save(save_as, position, self)
         skipping = (
-            f"that is so in {MOST_SKIPPED} steps in a row" if self.skips else "--skip-nonfinite leaves such steps out"
+            f"that is so in {MAX_SKIPPED} steps in a row" if self.skips else "--skip-nonfinite leaves such steps out"
         )
         newest, good = program.last_checkpoint, saver.good
         reached = f"; the state that it came to: {newest}" if newest != good else ""

@@ -11,16 +11,17 @@ from typing import NoReturn
 import device
 from device.errors import UserError, escaped
 from kernels.fp8.quantized import MULTIPLE
-from llmc.files.record import MOST_STEPS
+from llmc.files.record import MAX_STEPS
 from llmc.model.model import Model
 from llmc.model.tensors import Config
 from llmc.ranks import ranks
 from llmc.run.arguments import make_parser
 from llmc.run.schedule import LearningRateSchedule
 
-# The flags that a checkpoint records, beside the precision. A resumed run keeps them unless it is given new ones. The
-# fingerprint of the data shows whether it is the same data, wherever it lies. Flash attention and softmax may replace
-# each other. beta1 and beta2 stay: AdamW corrects m and v as if all steps had had the same.
+# The flags that a checkpoint records, beside the precision. A resumed run keeps those that it is not given. It refuses
+# another value of a FIXED one, with one exception: flash attention and softmax may replace each other. beta1 and beta2
+# are FIXED because AdamW corrects m and v as if all steps had had the same. The data MAY_CHANGE its place; its
+# fingerprint shows whether it is the same data.
 FIXED = (
     "attention", "dropout", "beta1", "beta2", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length",
     "total_batch_size", "seed",
@@ -33,7 +34,7 @@ MAY_CHANGE = (
 # What old checkpoints, which do not record these flags, were trained with.
 OF_OLD_CHECKPOINTS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 
-# Flags that need not be the same on all ranks. They name something that may lie in another place on each machine, or
+# Flags that need not be the same on all ranks. They name files that may lie in another place on each machine, or files
 # that only rank 0 uses.
 OF_A_RANK = ("data", "val_data", "model", "log", "hellaswag", "tensorboard", "gpus", "given")
 
@@ -44,10 +45,10 @@ FIRST_SEED = 1337  # of weights and samples, unless a seed is given
 class Settings:
     """Everything that is decided before the first step. Nothing changes it afterwards.
 
-    flags: those of the command line, and in a resumed run those that its checkpoint has recorded. batches: of this rank
-    in a step, B sequences of T tokens each. step_tokens: of all ranks in a step. first_step: the run begins with this
-    step, counted from 0. steps: it ends before this step. seed: of weights, samples and dropout. shuffle_seed: of the
-    data's order; None for the order of the file.
+    flags: those of the command line, and in a resumed run those that its checkpoint has recorded. batches: how many
+    this rank has in a step, of B sequences of T tokens each. step_tokens: how many tokens all ranks have in a step.
+    first_step: the run begins with this step, counted from 0. steps: it ends before this step. seed: of weights,
+    samples and dropout. shuffle_seed: of the data's order; None for the order of the file.
     """
 
     flags: Namespace
@@ -101,8 +102,8 @@ def check_same_flags(flags: Namespace) -> None:
 
 
 def recorded_flags(config: type[Config], recorded: dict[str, object], checkpoint: Path) -> dict[str, object]:
-    """The flags that a checkpoint has recorded, as the command line's parser takes them; also the names of the model
-    and the tokenizer. Leaves out what is no flag. Raises UserError for a value that the parser refuses."""
+    """The flags that a checkpoint has recorded, as the command line's parser takes them, and the names of the model and
+    the tokenizer. Leaves out other names. Raises UserError for a value that the parser refuses."""
     parser = make_parser(config)
 
     def refuse(why: str) -> NoReturn:
@@ -142,7 +143,7 @@ def resumed_flags(flags: Namespace, recorded: dict[str, object]) -> Namespace:
 
 
 def check_flags(flags: Namespace) -> None:
-    """Raises UserError for flags that do not fit together, or not to the number of ranks."""
+    """Raises UserError for flags that contradict one another or the number of ranks."""
     N, rows = ranks.size(), flags.batch_size * flags.sequence_length
     if flags.total_batch_size and flags.total_batch_size % (N * rows):
         product = "B*T" if N == 1 else f"{N} ranks * B*T"
@@ -174,10 +175,10 @@ def check_length(flags: Namespace, config: Config) -> None:
         )
 
 
-def settle_precision(flags: Namespace, before: str | None) -> Namespace:
-    """The flags with the precision that the run will have: that of --precision, if the device has it. A resumed run
-    keeps the one that it had `before`, unless it is given another one. If it changes, a line says so. Sets the device
-    to it. Raises UserError for bf16 or fp8 on a GPU that has none."""
+def choose_precision(flags: Namespace, before: str | None) -> Namespace:
+    """Sets the device to the run's precision, and returns the flags with it. A resumed run keeps the precision that it
+    had `before`, unless --precision is given. If the device lacks TF32, the run is in fp32. If a run's precision
+    changes, a line says so. Raises UserError for bf16 or fp8 on a GPU that lacks it."""
     asked = flags.precision if before is None or "precision" in flags.given else before
     if asked == "fp32" and flags.attention == "flash" and "precision" not in flags.given:
         asked = "tf32"  # on every device flash attention is in TF32
@@ -188,7 +189,7 @@ def settle_precision(flags: Namespace, before: str | None) -> Namespace:
     return Namespace(**vars(flags) | {"precision": now})
 
 
-def settle(flags: Namespace, first_step: int, train_tokens: int, val_batches: int) -> Settings:
+def make_settings(flags: Namespace, first_step: int, train_tokens: int, val_batches: int) -> Settings:
     """The settings of a run, from its flags and the sizes of its data. Raises UserError if the run would have no step,
     or fewer than it has already done."""
     B, T = flags.batch_size, flags.sequence_length
@@ -199,8 +200,8 @@ def settle(flags: Namespace, first_step: int, train_tokens: int, val_batches: in
             f"-d {step_tokens} is more than the {train_tokens} tokens of {flags.data}, so an epoch has no step: lower "
             "-d, or set the number of steps with -x"
         )
-    if steps > MOST_STEPS:
-        raise UserError(f"{steps} steps are more than the {MOST_STEPS} that a run may have: lower -x, or raise -d")
+    if steps > MAX_STEPS:
+        raise UserError(f"{steps} steps are more than the {MAX_STEPS} that a run may have: lower -x, or raise -d")
     if first_step > steps:
         raise UserError(
             f"the checkpoint in {flags.checkpoint_dir} has already done step {first_step}, and -x is {steps}: raise -x"

@@ -20,9 +20,12 @@ from llmc.step.training import Training
 
 
 class Validation:
-    """batches: the validation data, which is None if the run never validates; count: how many batches a validation
+    """Measures the loss on validation data, and if a flag asks for it the score on HellaSwag.
+
+    batches: the validation data; its loader is None if the run never validates. count: how many batches a validation
     takes. questions: HellaSwag's, if a flag asks for them. text_bytes (V,): how many bytes of text each token stands
-    for, if that is known. lowest: the loss of the checkpoint that --best has kept."""
+    for, if that is known. lowest: the loss of the checkpoint that --best has kept.
+    """
 
     def __init__(
         self, training: Training, settings: Settings, data: DataLoader | None, questions: EvalLoader | None,

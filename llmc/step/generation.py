@@ -12,7 +12,7 @@ from kernels.encoder import encoder_forward
 from kernels.matmul import matmul_forward
 from kernels.sampling import sample
 from llmc.data.tokenizer import StreamDecoder, Tokenizer
-from llmc.files.checkpoint import conversion, read_model
+from llmc.files.model_file import conversion, read_model
 from llmc.model.activations import Cache
 from llmc.model.model import Model
 from llmc.model.weights import load_weights
