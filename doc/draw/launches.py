@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import device
+from device.sources import Source
 from kernels import gelu, layernorm, matmul, reduce
 
 import numpy as np
@@ -13,19 +15,14 @@ import numpy as np
 MULTIPROCESSORS, SHARED_MEMORY = 132, 232448  # an H200's, the latter in bytes a block
 
 
-class Recorder:
-    """Stands for a .cu file: notes what is launched instead of launching it."""
+class Recorder(Source):
+    """Stands for a .cu file on a GPU: it notes what is launched instead of launching it."""
 
-    warp_size, width = 32, 4
+    warp_size = 32
 
-    def __init__(self, calls: dict[str, tuple[tuple, tuple]]):
+    def __init__(self, path: Path, calls: dict[str, tuple[tuple, tuple]]):
+        super().__init__(path)
         self.calls = calls
-
-    def block(self, threads: int) -> int:
-        return threads
-
-    def threads(self, most: int, needed: int) -> int:
-        return most
 
     def launch(self, name: str, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
         self.calls[name.removesuffix("_kernel")] = grid, block
@@ -36,7 +33,7 @@ def launched(launcher: Callable, *arguments, **named) -> dict[str, tuple[tuple, 
     calls = {}
     with ExitStack() as stack:
         for module in (gelu, layernorm, matmul, reduce):
-            stack.enter_context(patch.object(module, "cu", Recorder(calls)))
+            stack.enter_context(patch.object(module, "cu", Recorder(module.cu.path, calls)))
         h200 = SimpleNamespace(
             multiprocessors=MULTIPROCESSORS, shared_memory=SHARED_MEMORY, floatX=np.dtype(np.float32)
         )

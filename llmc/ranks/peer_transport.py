@@ -28,7 +28,7 @@ class PeerTransport:
     """Moves ranges of a model's flat buffers between GPUs with peer access.
 
     mapped: arrays of all ranks (collectives.Mapped): params, grads, and, if a rank must share its overflow, AdamW's
-    norm; received, which has a room for each rank's gradients; wte_values (B T C,) and wte_indices (B T,), the rows
+    norm; received, which has a slot for each rank's gradients; wte_values (B T C,) and wte_indices (B T,), the rows
     that a batch adds to the embedding's gradient; barrier_words (ranks,).
     """
 
@@ -41,7 +41,7 @@ class PeerTransport:
         received = values = indices = None
         if not bitwise:
             rows = batch.B * batch.T
-            received = device.empty((ranks.size() * room_length(model.config),))
+            received = device.empty((ranks.size() * slot_length(model.config),))
             values, indices = device.empty((rows * model.config.channels,)), device.empty((rows,), np.int32)
         self.mapped = collectives.map_memory(
             params=model.params_memory, grads=model.grads_memory, norm=norm, received=received, wte_values=values,
@@ -54,7 +54,7 @@ class PeerTransport:
             return {}
         rows = B * T
         return {
-            "others' gradients": 4 * ranks.size() * room_length(config),
+            "others' gradients": 4 * ranks.size() * slot_length(config),
             "embedding's gradient": 4 * rows * config.channels + 4 * rows,
         }
 
@@ -81,14 +81,14 @@ class PeerTransport:
         have come, and sends the sums to all ranks; with -z only to the ranks that own them. A GPU's copy engines make
         the copies, so its multiprocessors are free for the matmuls that run at the same time."""
         grads, received, N, rank = self.mapped.grads, self.mapped.received, ranks.size(), self.rank
-        room = received.arrays[rank].size // N  # one for each rank; it holds one share of a round
-        rooms = [device.address(received.arrays[rank]) + 4 * r * room for r in range(N)]
-        rooms[rank] = device.address(grads.arrays[rank])
-        sources = device.constant(tuple(rooms), np.uint64)
-        for of_round in rounds(ranges, room, N):
+        slot = received.arrays[rank].size // N  # one for each rank; it holds one share of a round
+        slots = [device.address(received.arrays[rank]) + 4 * r * slot for r in range(N)]
+        slots[rank] = device.address(grads.arrays[rank])
+        sources = device.constant(tuple(slots), np.uint64)
+        for of_round in rounds(ranges, slot, N):
             for other in self.others:
                 for (start, end), place in shares(of_round, other, N):
-                    there = received.arrays[other][rank * room + place :]
+                    there = received.arrays[other][rank * slot + place :]
                     device.copy(there[: end - start], grads.arrays[rank][start:end])
             self.meet()
             sums, places = [list(each) for each in zip(*shares(of_round, rank, N), strict=True)] or ([], [])
@@ -173,7 +173,7 @@ class PeerTransport:
             device.on_comm_stream(lambda _: sum_buffers(norms, norms, [(3, 4)], 1))
 
 
-def room_length(config: Config) -> int:
+def slot_length(config: Config) -> int:
     """The floats that a rank receives from another one in a round."""
     return shard_length(min(num_parameters(config), MAX_ROUND))
 
