@@ -86,7 +86,7 @@ def test_a_step_with_a_weight_that_is_not_finite_says_so_and_changes_nothing(lar
     _, loss = forward_backward(device, training, inputs, targets, 1 / (B * T))
     adamw_update(training.model, training.adamw, training.exchange, 1e-2, 1)
     after, m, v = state_of(training)
-    assert np.isnan(loss) and np.isnan(training.adamw.norm[0])
+    assert np.isnan(loss) and np.isnan(training.adamw.grad_norm[0])
     assert np.array_equal(before, after, equal_nan=True) and not m.any() and not v.any()
 
 

@@ -161,7 +161,7 @@ def test_an_update_is_by_the_recipe_with_gradients_clipped_to_the_given_norm(mod
     norm = np.linalg.norm(grads)
     adamw.recipe = adamw.recipe._replace(grad_clip=0.5 * norm)
     adamw_update(model, adamw, training.exchange, 0.1, 1)
-    assert_close("norm of all gradients", model_dev.to_host(adamw.norm)[:1], np.array([norm]), 1e-5)
+    assert_close("norm of all gradients", model_dev.to_host(adamw.grad_norm)[:1], np.array([norm]), 1e-5)
     grads *= 0.5
     assert_close("m", adamw.m, 0.2 * grads, 1e-5)
     assert_close("v", adamw.v, 0.04 * grads**2, 1e-5)
@@ -193,7 +193,7 @@ def test_a_step_that_is_not_finite_changes_no_parameter(model_dev, config, atten
             model_dev.copy_in(weight, kept)
             model_dev.synchronize()
     assert changes == [[step < 3 or skip and step > 3] * 3 for step in range(steps)]
-    assert model_dev.to_host(adamw.norm)[2] == 1
+    assert model_dev.to_host(adamw.grad_norm)[2] == 1
 
 
 @pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
@@ -214,7 +214,7 @@ def test_what_is_not_finite_in_backward_alone_is_noticed_too(model_dev, config, 
             model_dev.copy_in(spoiled, np.full(1, np.nan, np.float32))
             model.backward(acts, batch)
             adamw_update(model, adamw, training.exchange, 1e-3, 1)
-            norm, _, _, left_out = model_dev.to_host(adamw.norm)
+            norm, _, _, left_out = model_dev.to_host(adamw.grad_norm)
             params = model_dev.to_host(model.params_memory)
             assert np.isfinite(params).all()
             if np.isfinite(norm):
@@ -222,7 +222,7 @@ def test_what_is_not_finite_in_backward_alone_is_noticed_too(model_dev, config, 
             else:
                 assert np.array_equal(params, flat), (name, layer)
             model_dev.copy_in(model.params_memory, flat)
-            for buffer in (adamw.m, adamw.v, adamw.norm):
+            for buffer in (adamw.m, adamw.v, adamw.grad_norm):
                 assert np.isfinite(model_dev.to_host(buffer)[2:]).all()
                 model_dev.fill_zero(buffer)
             model_dev.synchronize()

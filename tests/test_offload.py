@@ -149,7 +149,7 @@ def test_a_gradient_whose_square_is_too_large_changes_nothing_without_clipping_e
     adamw_update(model, adamw, training.exchange, 1e-2, 1)
     training.exchange.gather_parameters()
     assert np.array_equal(model.params_memory, before) and not adamw.m.any()
-    assert (adamw.norm[2], adamw.norm[3]) == (1, 0)
+    assert (adamw.grad_norm[2], adamw.grad_norm[3]) == (1, 0)
 
 
 # What passes through the device

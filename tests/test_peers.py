@@ -202,7 +202,7 @@ def test_a_step_of_gpt2_has_the_plan_that_the_book_shows(monkeypatch, rng):
     embedding, *buckets = plans[0].sum_buckets
     assert [found[one] for one in embedding.ranges] == [("wte", 0)]
     assert [[found[one] for one in bucket.ranges] for bucket in buckets] == page["buckets"]
-    assert [found[one] for one in plans[0].tail_grads if one in found][: len(page["late"])] == page["late"]
+    assert [found[one] for one in plans[0].tail_grads if one in found][: len(page["tail"])] == page["tail"]
     first = [found[one] for one in plans[0].first_params if one in found]
     assert first[:3] == [("qkvw", 0), ("attprojw", 0), ("fcw", 0)]
     gathered = [[found[one] for one in bucket.ranges] for bucket in plans[0].gather_buckets]
@@ -387,11 +387,11 @@ def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(peers, monkeypatc
         of.grads_memory[:] = 0
         of.grads.layer[ODD.num_layers - 1].fcw[0, 0] = 1e30
         adamw_update(of, adamw, shared, 1e-2, 1)
-        own = float(adamw.norm[3])
+        own = float(adamw.grad_norm[3])
         shared.transport.wait_for_ranks()
         shared.transport.share_overflow()
         shared.transport.wait_for_ranks()
-        return own, float(adamw.norm[3])
+        return own, float(adamw.grad_norm[3])
 
     own, of_all = zip(*Threads(3, monkeypatch, peers).run(flags_of), strict=True)
     assert sorted(own) == [0, 0, 1] and of_all == (1, 1, 1)

@@ -45,7 +45,7 @@ class AdamW:
     first                 the place of the shard's first parameter among all of them
     offload               with `--offload`: m, v and low lie in page-locked memory of the host, and pass through this
                           for their updates. Else None
-    norm (4,)             the norm of the gradients; the factor that clips them; how many steps were not finite; and
+    grad_norm (4,)        the norm of the gradients; the factor that clips them; how many steps were not finite; and
                           whether a parameter of this rank was left out (kernels/adamw.py), which the next step tells
                           all ranks
     """
@@ -55,7 +55,7 @@ class AdamW:
         self.first, end = shard or (0, model.params_memory.size)
         length = end - self.first
         zeros, empty = (device.large_pinned, device.large_pinned) if offload else (device.zeros, device.empty)
-        self.m, self.v, self.norm = zeros((length,)), zeros((length,)), device.zeros((4,))
+        self.m, self.v, self.grad_norm = zeros((length,)), zeros((length,)), device.zeros((4,))
         self.low = empty((length,), np.uint16) if model.has_copy else None
         there = [x for x in (self.m, self.v, self.low) if x is not None]
         self.offload = Offload(there, self.first) if offload else None
@@ -113,7 +113,7 @@ class AdamW:
         """Launches the kernel on a range of the parameters. m, v and, in bf16, low: the range's state."""
         recipe = self.recipe
         adamw_launch(
-            model.params_memory[start:end], model.grads_memory[start:end], m, v, self.norm, end - start, lr,
+            model.params_memory[start:end], model.grads_memory[start:end], m, v, self.grad_norm, end - start, lr,
             recipe.beta1, recipe.beta2, recipe.eps, decay, t, low=low, rates=rates,
         )  # fmt: skip
 

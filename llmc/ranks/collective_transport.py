@@ -21,15 +21,15 @@ class CollectiveTransport:
 
     shards      of each rank
     sharded     whether a rank needs the sums of its own shard alone
-    norm        AdamW's, if a rank may be the only one that sees a gradient overflow; else None
+    grad_norm   AdamW's, if a rank may be the only one that sees a gradient overflow; else None
     received    in a bitwise run, room for the gradients that other ranks send
     """
 
     sparse = False      # the embedding is exchanged like all other parameters (embedding_rows.py)
     urgent_sums = True  # in sums beside backward, NCCL's kernels come before backward's
 
-    def __init__(self, model: Model, batch: Batch, norm, sharded: bool, bitwise: bool):
-        self.model, self.norm, self.sharded = model, norm, sharded
+    def __init__(self, model: Model, batch: Batch, grad_norm, sharded: bool, bitwise: bool):
+        self.model, self.grad_norm, self.sharded = model, grad_norm, sharded
         self.shards = shards_of(model.params_memory.size)
         size = self.buffer_bytes(model.config, batch.B, batch.T, bitwise).get("others' gradients")
         self.received = device.empty((size // 4,)) if size else None
@@ -97,7 +97,8 @@ class CollectiveTransport:
         ranks that have updated them. Here they have come with `gather_first`."""
 
     def share_overflow(self) -> None:
-        """Tells all ranks whether a gradient of the step before has overflowed (norm[3]). With -z only the owner of its
-        parameter has seen that. Nobody reads or writes this number before AdamW, and all ranks meet before AdamW."""
-        if self.norm is not None:
-            collectives.all_reduce([self.norm[3:]])
+        """Tells all ranks whether a gradient of the step before has overflowed (grad_norm[3]). With -z only the owner
+        of its parameter has seen that. Nobody reads or writes this number before AdamW, and all ranks meet before
+        AdamW."""
+        if self.grad_norm is not None:
+            collectives.all_reduce([self.grad_norm[3:]])

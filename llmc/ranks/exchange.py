@@ -63,7 +63,7 @@ class Exchange:
         self.model, self.adamw, self.sharded = model, adamw, sharded
         self.sums = device.zeros((shard_length(model.params_memory.size),)) if bitwise else None
         # With --offload the norm covers all gradients, so every rank sees an overflow by itself.
-        shared_norm = adamw.norm if sharded and not adamw.offload else None
+        shared_norm = adamw.grad_norm if sharded and not adamw.offload else None
         self.plan, self.transport = StepPlan(), transport_kind()(model, batch, shared_norm, sharded, bitwise)
         self.rows = batch.rows = EmbeddingRows(model, batch, self.transport) if ranks.size() > 1 else None
 

@@ -28,15 +28,15 @@ class PeerTransport:
     """Moves ranges of a model's flat buffers between GPUs with peer access.
 
     mapped: arrays of all ranks (collectives.Mapped): params, grads, and, if a rank must share its overflow, AdamW's
-    norm; received, which has a slot for each rank's gradients; wte_values (B T C,) and wte_indices (B T,), the rows
-    that a batch adds to the embedding's gradient; barrier_words (ranks,).
+    grad_norm; received, which has a slot for each rank's gradients; wte_values (B T C,) and wte_indices (B T,), the
+    rows that a batch adds to the embedding's gradient; barrier_words (ranks,).
     """
 
     sparse = True
     urgent_sums = False  # copy engines do most of the work, and nothing in the step waits for the sums
 
-    def __init__(self, model: Model, batch: Batch, norm, sharded: bool, bitwise: bool):
-        self.model, self.norm, self.sharded = model, norm, sharded
+    def __init__(self, model: Model, batch: Batch, grad_norm, sharded: bool, bitwise: bool):
+        self.model, self.grad_norm, self.sharded = model, grad_norm, sharded
         self.shards, self.rank = shards_of(model.params_memory.size), ranks.rank()
         received = values = indices = None
         if not bitwise:
@@ -44,8 +44,8 @@ class PeerTransport:
             received = device.empty((ranks.size() * slot_length(model.config),))
             values, indices = device.empty((rows * model.config.channels,)), device.empty((rows,), np.int32)
         self.mapped = collectives.map_memory(
-            params=model.params_memory, grads=model.grads_memory, norm=norm, received=received, wte_values=values,
-            wte_indices=indices, barrier_words=device.zeros((ranks.size(),), np.uint32),
+            params=model.params_memory, grads=model.grads_memory, grad_norm=grad_norm, received=received,
+            wte_values=values, wte_indices=indices, barrier_words=device.zeros((ranks.size(),), np.uint32),
         )  # fmt: skip
 
     @staticmethod
@@ -168,8 +168,8 @@ class PeerTransport:
 
     def share_overflow(self) -> None:
         """Rank 0 sums the numbers of all ranks, for all."""
-        if self.norm is not None and self.rank == 0:
-            norms = self.mapped.norm.addresses
+        if self.grad_norm is not None and self.rank == 0:
+            norms = self.mapped.grad_norm.addresses
             device.on_comm_stream(lambda _: sum_buffers(norms, norms, [(3, 4)], 1))
 
 

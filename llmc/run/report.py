@@ -24,7 +24,7 @@ class Reporter:
     """Prints and logs each step while the device works on the next one.
 
     running: the step that the device works on: its number, the position before it, the events of its begin and end.
-    norms (2,4): adamw.norm after the updates of two steps; step n's is in norms[n % 2].
+    norms (2,4): adamw.grad_norm after the updates of two steps; step n's is in norms[n % 2].
     """
 
     def __init__(self, training: Training, batches: Batches, settings: Settings, skipped: int):
@@ -41,7 +41,7 @@ class Reporter:
     def launched(self, step: int, position: dict, saver: Saver) -> None:
         """Call it when the device has been given all of a step. Reports the step before, while the device works on
         this one. position: before this step."""
-        device.copy_out(self.norms[step % 2], self.training.adamw.norm)
+        device.copy_out(self.norms[step % 2], self.training.adamw.grad_norm)
         running = step, position, self.batches.begin, device.event()
         self.finish(saver, position)
         self.running = running

@@ -15,7 +15,7 @@ import numpy as np
 def adamw_update(model: Model, adamw: AdamW, exchange: Exchange, lr: float, t: int) -> None:
     """One AdamW step on the parameters of a model, from its gradients; t counts steps from 1.
 
-    The norm of the gradients goes to adamw.norm[0]. If it is not finite, nothing changes; without skip_nonfinite,
+    The norm of the gradients goes to adamw.grad_norm[0]. If it is not finite, nothing changes; without skip_nonfinite,
     nothing changes in the steps after it either.
 
                          the norm covers                      a gradient outside of it that is not finite
@@ -43,8 +43,8 @@ def adamw_update(model: Model, adamw: AdamW, exchange: Exchange, lr: float, t: i
 
 
 def update_norm(model: Model, adamw: AdamW, exchange: Exchange, checked: list[Range]) -> None:
-    """Sets adamw.norm from the gradients in some ranges (kernels/reduce.py: global_norm). If each rank has the sums of
-    its own shard only, the ranks also sum their partial sums of squares."""
+    """Sets adamw.grad_norm from the gradients in some ranges (kernels/reduce.py: global_norm). If each rank has the
+    sums of its own shard only, the ranks also sum their partial sums of squares."""
     partials, sharded = device.scratch("partials", (SQUARES,), np.float32), exchange.lacks_sums(checked)
     if sharded:
         checked = overlaps(checked, [adamw.shard])
@@ -53,4 +53,4 @@ def update_norm(model: Model, adamw: AdamW, exchange: Exchange, checked: list[Ra
     if sharded:
         used = SQUARES
         exchange.add_squares(partials)
-    norm_of_squares(adamw.norm, partials, used, adamw.recipe.grad_clip, adamw.recipe.skip_nonfinite)
+    norm_of_squares(adamw.grad_norm, partials, used, adamw.recipe.grad_clip, adamw.recipe.skip_nonfinite)
