@@ -40,26 +40,26 @@ __device__ inline float warp_max(float x) {
 // reduces those. The last barrier lets the next reduction reuse the memory. Blocks are one-dimensional, unless the
 // caller gives block_max the thread's number in the block and the number of threads.
 __device__ inline float block_sum(float x) {
-    __shared__ float of_warp[32];
+    __shared__ float warp_sums[32];
     const int lane = threadIdx.x % WARP_SIZE, warps = blockDim.x / WARP_SIZE;
     const float warp_total = warp_sum(x);
-    if (lane == 0) of_warp[threadIdx.x / WARP_SIZE] = warp_total;
+    if (lane == 0) warp_sums[threadIdx.x / WARP_SIZE] = warp_total;
     __syncthreads();
     float total = 0.0f;
-    for (int w = lane; w < warps; w += WARP_SIZE) total += of_warp[w];
+    for (int w = lane; w < warps; w += WARP_SIZE) total += warp_sums[w];
     total = warp_sum(total);
     __syncthreads();
     return total;
 }
 
 __device__ inline float block_max(float x, unsigned thread = threadIdx.x, unsigned threads = blockDim.x) {
-    __shared__ float of_warp[32];
+    __shared__ float warp_maxima[32];
     const int lane = thread % WARP_SIZE, warps = threads / WARP_SIZE;
     const float warp_largest = warp_max(x);
-    if (lane == 0) of_warp[thread / WARP_SIZE] = warp_largest;
+    if (lane == 0) warp_maxima[thread / WARP_SIZE] = warp_largest;
     __syncthreads();
     float largest = -INFINITY;
-    for (int w = lane; w < warps; w += WARP_SIZE) largest = fmaxf(largest, of_warp[w]);
+    for (int w = lane; w < warps; w += WARP_SIZE) largest = fmaxf(largest, warp_maxima[w]);
     largest = warp_max(largest);
     __syncthreads();
     return largest;
@@ -118,7 +118,7 @@ __device__ inline float rounded(float x) {
 // access: one access for floatX, one or two for floats. The rows of an (N, C) matrix allow this if C is a multiple of
 // WIDTH. Any other C must work, too. So a kernel's body is written once and compiled twice:
 //   by_alignment(C % WIDTH == 0, [&](auto memory) { Vec x = memory.load(p, left); ... memory.store(p, x, left); });
-// `left` is how many numbers the row still has from p on. Numbers behind its end load as 0 and are not stored.
+// `left` is how many numbers the row still has from p on. Numbers beyond its end load as 0 and are not stored.
 struct Vec {
     float x[WIDTH];
 };
@@ -244,8 +244,8 @@ __device__ inline void by_alignment(bool aligned, Body body) {
 
 __device__ inline bool is_aligned(const void* p, int bytes = 16) { return reinterpret_cast<size_t>(p) % bytes == 0; }
 
-// copy_four starts to copy four words (16 bytes) to shared memory, or zeros if not `inside`, and does not wait. A thread
-// calls copies_wait before it reads its copies.
+// copy_four starts to copy four words (16 bytes) to shared memory, or zeros if not `inside`, and does not wait. A
+// thread calls copies_wait before it reads its copies.
 template <class X>
 __device__ inline void copy_four(X* to, const X* from, bool inside = true) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -312,7 +312,7 @@ struct Tile {
 };
 
 // Writes a tile, which was read at row n0 and column i0 of an (N, C) matrix, to the transposed (C, N) matrix. The
-// caller puts a barrier in front of the call.
+// caller puts a barrier before the call.
 __device__ inline void store_transposed(floatX* out_T, const Tile& tile, int n0, int i0, int N, int C) {
     by_alignment(N % WIDTH == 0, [&](auto memory) {
 #pragma unroll
@@ -336,10 +336,10 @@ __device__ inline void write_recomputed(floatX* out_T, const Tile& tile, int n0,
     store_transposed(out_T, tile, n0, i0, N, C);
 }
 
-// With at most FEW_BLOCKS blocks, a kernel's time is mostly that of loads which wait for one another. So such a kernel
-// starts to bring what it will read later to the L2 cache. `prefetch` does this for the line of 128 bytes at p, and
-// does not wait.
-constexpr int FEW_BLOCKS = 16;
+// With at most MAX_PREFETCH_BLOCKS blocks, a kernel's time is mostly that of loads which wait for one another. So such
+// a kernel starts to bring what it will read later to the L2 cache. `prefetch` does this for the line of 128 bytes at
+// p, and does not wait.
+constexpr int MAX_PREFETCH_BLOCKS = 16;
 
 __device__ inline void prefetch(const floatX* p) {
 #ifndef LLMC_CPU
@@ -347,15 +347,15 @@ __device__ inline void prefetch(const floatX* p) {
 #endif
 }
 
-// Programmatic dependent launch (CUDA programming guide). By default a kernel starts when the launch in front of it has
+// Programmatic dependent launch (CUDA programming guide). By default a kernel starts when the previous launch has
 // ended. A kernel that says PROGRAMMATIC in its declaration may start earlier: as soon as each block of that launch has
 // called trigger_programmatic_launch or has returned. So the kernel loads at a time when it would otherwise wait. This
 // pays if launches take a few microseconds.
 //
-// grid_dependency_synchronize waits until all launches in front have ended. A kernel calls it before it writes
-// anything, and before it reads what a launch in front may write. Before that call the kernel may prefetch, and it may
-// read parameters. Their update has ended by then: a copy of tokens comes before each forward pass, and a copy waits
-// for all launches in front of it.
+// grid_dependency_synchronize waits until all earlier launches have ended. A kernel calls it before it writes anything,
+// and before it reads what an earlier launch may write. Before that call the kernel may prefetch, and it may read
+// parameters. Their update has ended by then: a copy of tokens comes before each forward pass, and a copy waits for all
+// earlier launches.
 #define PROGRAMMATIC
 
 __device__ inline void trigger_programmatic_launch() {

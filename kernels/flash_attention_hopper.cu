@@ -329,7 +329,7 @@ __device__ inline void forward(bf16* out, float* lse, const TensorMap& qkv, int 
         fence_operand(s);
         stream.release(0, at.stage);
         const bool moved = softmax<HS, false>(s, sum, reference, factor, 0);
-        // No sum is negative. The compiler does not know: so the wait stays behind all exponentials.
+        // No sum is negative. The compiler does not know: so the wait comes after all exponentials.
         if (moved || fminf(sum[0], sum[1]) < 0.0f) {
             wgmma_wait<0>();
             fence_operand(acc);

@@ -132,7 +132,7 @@ __device__ inline void copy_tiles(floatX (&tiles)[2][TILE_SIZE], const floatX* r
     copy_rows<HS, TILE_SIZE / HS>(tiles[1], rows1, row0, T, stride1, offsets);
 }
 
-// Behind this all threads see the block's copies, and no thread still reads the stage that the next copies overwrite.
+// After this all threads see the block's copies, and no thread still reads the stage that the next copies overwrite.
 __device__ inline void copies_finish() {
     copies_wait();
     __syncthreads();
@@ -141,7 +141,7 @@ __device__ inline void copies_finish() {
 // ---- a warp's own rows
 
 // Rows row0 .. row0 + 16 M - 1 of an array as operand A of scores, where row0 is the warp's first row; zeros from row T
-// on. `get` works behind copies_finish and `finish`. If KEPT, the rows stay in registers. Else the warp fetches them
+// on. `get` works after copies_finish and `finish`. If KEPT, the rows stay in registers. Else the warp fetches them
 // from shared memory for each product: SIZE numbers for all warps.
 template <class X, int HS, int M, bool KEPT>
 struct Operand;
@@ -419,7 +419,7 @@ __device__ inline void store_sum(X* rows, const float (&sum)[HS / 16][H][4], int
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if (TOGETHER) {
         shared += threadIdx.x / 32 * HS * 8 * H;
-        __syncwarp();  // behind this all lanes have read what lies in `shared`
+        __syncwarp();  // after this all lanes have read what lies in `shared`
     }
     #pragma unroll
     for (int h = 0; h < H; h++) {

@@ -172,7 +172,7 @@ __device__ inline void wgmma_commit() {
 #endif
 }
 
-// Tells the compiler that d is written here. So it moves no read of d before this line, and no write behind it.
+// Tells the compiler that d is written here. So it moves no read of d before this line, and no write to after it.
 // (CUTLASS calls this warpgroup_fence_operand.)
 template <int N>
 __device__ inline void fence_operand(float (&d)[N][4]) {

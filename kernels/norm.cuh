@@ -85,7 +85,7 @@ __device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, 
     float* row = rows + threadIdx.y * WIDTH * ceil_div(C, WIDTH);
 
     // For a model that writes text, rows are few, and no other block has loaded the parameters.
-    for (int i = first; i < C && gridDim.x <= FEW_BLOCKS; i += step) {
+    for (int i = first; i < C && gridDim.x <= MAX_PREFETCH_BLOCKS; i += step) {
         norm0.prefetch_parameters(i), norm1.prefetch_parameters(i);
     }
     if (!Norm0::IN_TURN) grid_dependency_synchronize();
