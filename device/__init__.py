@@ -172,16 +172,23 @@ def reserve(needed: dict[str, int]) -> None:
 
 
 def scratch(purpose: str, shape: tuple[int, ...], dtype):
-    """An uninitialised device array for numbers that a launcher needs only between its own launches. Arrays of the same
-    purpose share memory. So launches on the main stream and on the side stream must not use the same purpose.
+    """An uninitialised device array for numbers that a launcher needs only between its own launches.
 
-    If the memory is too small, a larger array is allocated. The old one stays, because a recorded step may use it.
+    Arrays of the same purpose share memory. If launches on the main stream and on the side stream use the same purpose,
+    the results are right, but the streams wait for one another (recording.py, rule 2). So give each its own purpose.
+    Raises RuntimeError on other streams, because no plan orders their launches.
+
+    If the memory is too small, a larger region is allocated, and the old one stays. An array always lies in the first
+    region that has room for it: so a step is replayed on the memory that its launches were noted with.
     """
-    regions, dtype = current.device.regions, np.dtype(dtype)
-    size = int(np.prod(shape)) * dtype.itemsize
-    if not regions[purpose] or regions[purpose][-1].size < size:
-        regions[purpose].append(current.device.empty((size,), np.uint8))
-    return regions[purpose][-1][:size].view(dtype).reshape(shape)
+    running, dtype = current.device, np.dtype(dtype)
+    if running.stream is not running.main_stream and running.stream is not running.side_stream:
+        raise RuntimeError(f"scratch {purpose!r} on a stream that is not recorded")
+    regions, size = running.regions[purpose], int(np.prod(shape)) * dtype.itemsize
+    if not regions or regions[-1].size < size:
+        regions.append(running.empty((size,), np.uint8))
+    region = next(one for one in regions if one.size >= size)
+    return region[:size].view(dtype).reshape(shape)
 
 
 def constant(values: tuple[int, ...], dtype):

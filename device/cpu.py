@@ -38,6 +38,7 @@ class CpuDevice:
     precision, floatX, tf32 = "fp32", floatX_of("fp32"), False
     shared_memory = 227 << 10  # as on compute capability 9.0; runtime.cpp refuses more
     recording = True
+    l2_bytes = 50 << 20  # as an H100 has
     multiprocessors = 4  # not the number of cores: the way in which a sum is shared out decides how it is rounded
     has_streams = False  # so a plan runs in program order
     stream = main_stream = side_stream = fetch_stream = update_stream = store_stream = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ from typing import Any
 from device.bf16 import DEFINES, floatX_of
 from device.cache import private_folder, refuse_anothers
 from device.cublas import Cublas
+from device.cuda_kernel import CudaKernel, ProgrammaticKernel
+from device.driver import call_driver
 from device.errors import UserError
 from device.host import page_locked
 from device.progress import progress
@@ -44,6 +45,7 @@ class CudaDevice:
         self.identity = ":".join(f"{self.properties[key]:x}" for key in ("pciDomainID", "pciBusID", "pciDeviceID"))
         self.multiprocessors = self.properties["multiProcessorCount"]
         self.shared_memory = self.properties["sharedMemPerBlockOptin"]
+        self.l2_bytes = self.properties["l2CacheSize"]
         self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
         self.kernels: dict[tuple[Path, str, np.dtype], Callable[..., None]] = {}  # which Source.launch has found
         self.modules: dict[tuple[Path, np.dtype], Any] = {}
@@ -288,76 +290,6 @@ class CudaDevice:
         call_driver("cuStreamBatchMemOp_v2", stream, len(operations), address, 0)
 
 
-class CudaKernel:
-    """A CuPy RawKernel that asks for more than the default 48 KiB of shared memory if a launch needs more."""
-
-    def __init__(self, raw):
-        self.raw = raw
-        self.shared_limit = (48 << 10) - raw.shared_size_bytes  # static shared memory counts, too
-
-    def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
-        if shared_mem > self.shared_limit:
-            self.allow(shared_mem)
-        self.raw(grid, block, args, shared_mem=shared_mem)
-
-    def allow(self, shared_mem: int) -> None:
-        self.raw.max_dynamic_shared_size_bytes = self.shared_limit = shared_mem
-
-
-class ProgrammaticKernel(CudaKernel):
-    """A kernel that may start before the launch in front of it has ended (common.cuh: PROGRAMMATIC). This needs compute
-    capability 9.0 or later. CuPy has no such launch, so we call CUDA's driver. If its stream has to wait for another
-    stream, the kernel is launched like all others, and starts when everything in front of it has ended."""
-
-    def __init__(self, raw, device: CudaDevice):
-        super().__init__(raw)
-        self.device, self.function = device, ctypes.c_void_p(raw.kernel.ptr)
-
-    def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
-        stream = self.device.stream
-        if stream in self.device.waiting:
-            self.device.waiting.remove(stream)
-            super().__call__(grid, block, args, shared_mem)
-            return
-        if shared_mem > self.shared_limit:
-            self.allow(shared_mem)
-        values = (ctypes.c_int64 * len(args))(*map(bits_of, args))  # a kernel reads only the bytes of its parameter
-        first = ctypes.addressof(values)
-        addresses = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))
-        config = LaunchConfig(
-            (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_mem, stream.ptr, ctypes.pointer(PROGRAMMATIC), 1
-        )
-        call_driver("cuLaunchKernelEx", ctypes.byref(config), self.function, addresses, None)
-
-
-def bits_of(argument: Any) -> int:
-    """An argument as a kernel gets it: the address of a device array, an int, or the bits of a numpy.float32."""
-    if isinstance(argument, np.float32):
-        return int(argument.view(np.int32))
-    if isinstance(argument, (int, np.integer)):
-        return int(argument)
-    return 0 if argument is None else argument.data.ptr
-
-
-class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute of CUDA's driver API."""
-
-    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int64 * 8)]
-
-
-class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig of CUDA's driver API."""
-
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(LaunchAttribute)), ("count", ctypes.c_uint),
-    ]  # fmt: skip
-
-
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, set to 1: the kernel may start early.
-PROGRAMMATIC = LaunchAttribute(6, 0, (1,))
-
-
 class CudaEvent:
     def __init__(self, cupy, stream):
         self.cupy, self.event = cupy, cupy.cuda.Event()
@@ -369,12 +301,6 @@ class CudaEvent:
     def since(self, begin: CudaEvent) -> float:
         self.wait()
         return self.cupy.cuda.get_elapsed_time(begin.event, self.event)
-
-
-@functools.cache
-def driver() -> ctypes.CDLL:
-    """CUDA's driver. If CuPy works, the library is there."""
-    return ctypes.CDLL("libcuda.so.1")
 
 
 def check_cupys_cache() -> None:
@@ -392,10 +318,3 @@ def check_cupys_cache() -> None:
             os.close(descriptor)
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror.lower()}: set CUPY_CACHE_DIR to a folder of your own") from None
-
-
-def call_driver(function: str, *arguments) -> None:
-    """Calls a function of CUDA's driver that CuPy does not have."""
-    error = getattr(driver(), function)(*arguments)
-    if error:
-        raise RuntimeError(f"{function} returned {error}")

@@ -135,7 +135,7 @@ def kernel_declarations(path: Path) -> dict[str, list[str]]:
 
 @functools.cache
 def programmatic_kernels(path: Path) -> set[str]:
-    """The kernels of a .cu file that may start before the launch in front of them has ended (common.cuh:
+    """The kernels of a .cu file that may start before the previous launch has ended (dependent_launch.cuh:
     PROGRAMMATIC)."""
     return set(re.findall(r"\bPROGRAMMATIC\s+(\w+)\s*\(", path.read_text()))
 

@@ -1,5 +1,5 @@
-// Before an exercise's file (exercises/checks.py): with -fsanitize=bounds the compiler calls this function where an index
-// is outside of an array whose length it knows, a local one or one in shared memory. The launch fails there.
+// Before an exercise's file (exercises/checks.py): with -fsanitize=bounds the compiler calls this function where an
+// index is outside of an array whose length it knows, a local one or one in shared memory. The launch fails there.
 #pragma once
 #if __has_include("cuda_on_cpu.h")  // not where the file is only searched for its kernels
 #include "cuda_on_cpu.h"

@@ -26,13 +26,45 @@ __device__ inline float join(unsigned param, unsigned low, float v) {
     return __uint_as_float((param - rounded_up) << 16 | low);
 }
 
+// 16 bits of each number as they are in memory, not turned into fp32.
+struct Halves {
+    unsigned x[FLOATS];
+};
+
+__device__ inline Halves load_halves(Ragged, const bf16* p, int left) {
+    Halves v;
+    for (int k = 0; k < FLOATS; k++) v.x[k] = k < left ? p[k].bits : 0u;
+    return v;
+}
+
+__device__ inline void store_halves(Ragged, bf16* p, const Halves& v, int left) {
+    for (int k = 0; k < FLOATS && k < left; k++) p[k].bits = (unsigned short)v.x[k];
+}
+
+__device__ inline Halves load_halves(Aligned, const bf16* p, int left) {
+#ifdef CPU_WIDTH
+    return load_halves(Ragged(), p, FLOATS);
+#else
+    const uint2 u = *reinterpret_cast<const uint2*>(p);
+    return {{u.x & 0xffffu, u.x >> 16, u.y & 0xffffu, u.y >> 16}};
+#endif
+}
+
+__device__ inline void store_halves(Aligned, bf16* p, const Halves& v, int left) {
+#ifdef CPU_WIDTH
+    store_halves(Ragged(), p, v, FLOATS);
+#else
+    *reinterpret_cast<uint2*>(p) = make_uint2(v.x[0] | v.x[1] << 16, v.x[2] | v.x[3] << 16);
+#endif
+}
+
 // The parameters as AdamW updates them: in bf16 the master copy. load_master takes the sign from v, and store_master
 // sets it.
 template <class Memory>
 __device__ inline Floats load_master(Memory memory, const floatX* params, const bf16* low, Floats& v, int left) {
     if constexpr (sizeof(floatX) == 4) return memory.load_floats(params, left);
     else {
-        const Halves p = memory.load_halves(params, left), l = memory.load_halves(low, left);
+        const Halves p = load_halves(memory, params, left), l = load_halves(memory, low, left);
         Floats master;
         for (int k = 0; k < FLOATS; k++) master.x[k] = join(p.x[k], l.x[k], v.x[k]), v.x[k] = fabsf(v.x[k]);
         return master;
@@ -46,8 +78,8 @@ __device__ inline void store_master(Memory memory, floatX* params, bf16* low, Fl
     else {
         Halves p, l;
         for (int k = 0; k < FLOATS; k++) split(p.x[k], l.x[k], v.x[k], master.x[k]);
-        memory.store_halves(params, p, left);
-        memory.store_halves(low, l, left);
+        store_halves(memory, params, p, left);
+        store_halves(memory, low, l, left);
     }
 }
 

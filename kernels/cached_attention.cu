@@ -15,16 +15,16 @@
 // that it has no keys.
 //
 // With one query the kernel's time is mostly that of loads which wait for one another. So the kernel prefetches: its
-// first keys and values while the launch in front is still at work, and later tiles while it computes the one before.
+// first keys and values while the previous launch is still at work, and later tiles while it computes the one before.
 //
 // NH / NKV query heads share a head of keys and values. A block takes up to HEADS of these query heads. It reads each
 // key and value once for all of them.
-#include "common.cuh"
+#include "dependent_launch.cuh"
 
 constexpr int TILE_KEYS = 64;  // keys whose scores wait in shared memory
 constexpr int AT_ONCE = 4;     // keys that a lane loads before it uses the first
 constexpr int LANES = WARP_SIZE > 1 ? 8 : 1;  // lanes that share a key: of 64 channels, each has two vectors in fp32
-constexpr int MOST_WARPS = 4;
+constexpr int MAX_WARPS = 4;
 
 // The number of keys in a split, in whole tiles. It fits number_of_splits in kernels/cached_attention.py.
 __device__ inline int keys_of_split(int context, int splits) {
@@ -60,7 +60,7 @@ struct Rows {
 };
 
 // Block (n, h, z) takes row n of B*T, group h of the query heads, and the z-th split of the keys. A group is HEADS of
-// the NH / NKV query heads that share keys, or those that are left of them. Block: one-dimensional, at most MOST_WARPS
+// the NH / NKV query heads that share keys, or those that are left of them. Block: one-dimensional, at most MAX_WARPS
 // warps. The values of a tile are shared out among `slots`: a slot has its own sums, over every slots-th value. A
 // thread adds up a vector of channels for a slot. Shared memory: for each slot HEADS rows of HS floats, rounded up to a
 // multiple of WIDTH. stats gets the largest score and the sum of exponentials. This sum is -1 if the split has no keys.
@@ -77,7 +77,7 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
     const int n = blockIdx.x, b = n / T, span = keys_of_split(context, splits), start = blockIdx.z * span;
     const size_t cache = ((size_t)b * NKV + kv) * context * HS;
     trigger_programmatic_launch();
-    // The launch in front may still change the position. To choose what to prefetch, the old position is good enough.
+    // The previous launch may still change the position. To choose what to prefetch, the old position is good enough.
     const int about = *const_cast<const volatile int*>(positions + b);
     const int known = min(start + min(span, TILE_KEYS), about);
     Rows{keys + cache, nullptr, known, HS, 0}.prefetch_all(start, known);
@@ -112,7 +112,7 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
             const bool is_first = tile == start;
             if (!is_first) v_rows.prefetch_all(tile, tile + count);
             k_rows.prefetch_all(tile + count, min(tile + count + TILE_KEYS, end));
-            // Scores: LANES lanes a key, AT_ONCE keys at once. Behind the last key they take the last one again.
+            // Scores: LANES lanes a key, AT_ONCE keys at once. After the last key they take the last one again.
             const int group = threadIdx.x / LANES, together = blockDim.x / LANES;
             for (int j0 = 0; j0 < count; j0 += AT_ONCE * together) {
                 const floatX* k[AT_ONCE];
@@ -175,7 +175,7 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
                     for (int c = 0; c < WIDTH; c++) total[g].x[c] *= factors[g];
                 }
                 for (int s0 = slot; s0 < count; s0 += VALUES * slots) {
-                    Vec v[VALUES];  // behind the last: the last one again
+                    Vec v[VALUES];  // after the last: the last one again
 #pragma unroll
                     for (int a = 0; a < VALUES; a++) {
                         v[a] = memory.load(v_rows.at(tile + min(s0 + a * slots, count - 1)) + i, HS - i);
@@ -222,14 +222,14 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
 // If splits is 1, the kernel sets out (B*T,NH,HS), and parts and stats may be null. Else it sets stats
 // (B*T,NH,splits,2), and parts (B*T,NH,splits,HS) for the splits that have keys. There are two kernels: in the first
 // HEADS is 1, for query heads that share no keys, in the second 4.
-extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, 4)
+extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 4)
 PROGRAMMATIC cached_attention_kernel(floatX* out, float* parts, float* stats, floatX* keys, floatX* values,
                                      const floatX* qkv, const int* positions, int T, int context, int NH, int NKV,
                                      int HS, int relu, float scale, int splits, int slots) {
     attend<1>(out, parts, stats, keys, values, qkv, positions, T, context, NH, NKV, HS, relu, scale, splits, slots);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, 3)
+extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 3)
 PROGRAMMATIC cached_attention_shared_kernel(floatX* out, float* parts, float* stats, floatX* keys, floatX* values,
                                             const floatX* qkv, const int* positions, int T, int context, int NH,
                                             int NKV, int HS, int relu, float scale, int splits, int slots) {
@@ -244,24 +244,24 @@ extern "C" __global__ void PROGRAMMATIC add_splits_kernel(SETS floatX* out, cons
     trigger_programmatic_launch();
     grid_dependency_synchronize();
     const size_t row = blockIdx.x;
-    const float* of_row = stats + 2 * row * splits;
+    const float* row_stats = stats + 2 * row * splits;
     float largest = -INFINITY, used = 0.0f;  // used: how many splits have keys; they come first
     for (int z = threadIdx.x % WARP_SIZE; z < splits; z += WARP_SIZE) {
-        const float highest = of_row[2 * z], sum = of_row[2 * z + 1];
+        const float highest = row_stats[2 * z], sum = row_stats[2 * z + 1];
         if (!(sum < 0.0f)) largest = fmaxf(largest, highest), used += 1.0f;
     }
     largest = relu ? 0.0f : warp_max(largest);
     const int count = (int)warp_sum(used);
-    auto factor = [&](int z) { return relu ? 1.0f : __expf(of_row[2 * z] - largest); };
+    auto factor = [&](int z) { return relu ? 1.0f : __expf(row_stats[2 * z] - largest); };
     float sum = 0.0f;
-    for (int z = threadIdx.x % WARP_SIZE; z < count; z += WARP_SIZE) sum += of_row[2 * z + 1] * factor(z);
+    for (int z = threadIdx.x % WARP_SIZE; z < count; z += WARP_SIZE) sum += row_stats[2 * z + 1] * factor(z);
     const float norm = relu ? 1.0f : 1.0f / warp_sum(sum);
     for (int i = threadIdx.x; i < HS; i += blockDim.x) {
         float total = 0.0f;
         for (int first = 0; first < count; first += AT_ONCE) {
             float part[AT_ONCE];
 #pragma unroll
-            for (int b = 0; b < AT_ONCE; b++) {  // behind the last: the last one again
+            for (int b = 0; b < AT_ONCE; b++) {  // after the last: the last one again
                 part[b] = parts[(row * splits + min(first + b, count - 1)) * HS + i];
             }
 #pragma unroll

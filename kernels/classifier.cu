@@ -6,7 +6,7 @@
 // Memory-bound: the block reads the row once, for the running maximum and sum (online softmax, Milakov & Gimelshein
 // 2018). The row waits in shared memory until the block writes its gradient. All of it is on its way there before a
 // thread uses its first number. If shared memory is too small for a whole row, the block reads the rest twice.
-#include "common.cuh"
+#include "async_copy.cuh"
 
 __device__ inline float largest_of(Vec v) {
     for (int half = WIDTH / 2; half > 0; half /= 2) {

@@ -40,26 +40,26 @@ __device__ inline float warp_max(float x) {
 // reduces those. The last barrier lets the next reduction reuse the memory. Blocks are one-dimensional, unless the
 // caller gives block_max the thread's number in the block and the number of threads.
 __device__ inline float block_sum(float x) {
-    __shared__ float of_warp[32];
+    __shared__ float warp_sums[32];
     const int lane = threadIdx.x % WARP_SIZE, warps = blockDim.x / WARP_SIZE;
     const float warp_total = warp_sum(x);
-    if (lane == 0) of_warp[threadIdx.x / WARP_SIZE] = warp_total;
+    if (lane == 0) warp_sums[threadIdx.x / WARP_SIZE] = warp_total;
     __syncthreads();
     float total = 0.0f;
-    for (int w = lane; w < warps; w += WARP_SIZE) total += of_warp[w];
+    for (int w = lane; w < warps; w += WARP_SIZE) total += warp_sums[w];
     total = warp_sum(total);
     __syncthreads();
     return total;
 }
 
 __device__ inline float block_max(float x, unsigned thread = threadIdx.x, unsigned threads = blockDim.x) {
-    __shared__ float of_warp[32];
+    __shared__ float warp_maxima[32];
     const int lane = thread % WARP_SIZE, warps = threads / WARP_SIZE;
     const float warp_largest = warp_max(x);
-    if (lane == 0) of_warp[thread / WARP_SIZE] = warp_largest;
+    if (lane == 0) warp_maxima[thread / WARP_SIZE] = warp_largest;
     __syncthreads();
     float largest = -INFINITY;
-    for (int w = lane; w < warps; w += WARP_SIZE) largest = fmaxf(largest, of_warp[w]);
+    for (int w = lane; w < warps; w += WARP_SIZE) largest = fmaxf(largest, warp_maxima[w]);
     largest = warp_max(largest);
     __syncthreads();
     return largest;
@@ -103,31 +103,14 @@ __device__ inline unsigned to_bf16(float first, float second) {
 __device__ inline void set(float& to, float x) { to = x; }
 __device__ inline void set(bf16& to, float x) { to.bits = (unsigned short)to_bf16(x, x); }
 
-// 1 / x for 1 <= x. Division rounds correctly, which takes several instructions. In bf16 another rounding follows, so
-// an error of 2^-22 does not matter.
-__device__ inline float reciprocal(float x) { return sizeof(floatX) == 2 ? __fdividef(1.0f, x) : 1.0f / x; }
-
-// The value that a kernel reads after x has been stored as floatX.
-__device__ inline float rounded(float x) {
-    floatX stored;
-    set(stored, x);
-    return to_float(stored);
-}
-
 // WIDTH consecutive numbers, as floats. In memory they are floatX or floats. If possible, a thread moves 16 bytes in an
 // access: one access for floatX, one or two for floats. The rows of an (N, C) matrix allow this if C is a multiple of
 // WIDTH. Any other C must work, too. So a kernel's body is written once and compiled twice:
 //   by_alignment(C % WIDTH == 0, [&](auto memory) { Vec x = memory.load(p, left); ... memory.store(p, x, left); });
-// `left` is how many numbers the row still has from p on. Numbers behind its end load as 0 and are not stored.
+// `left` is how many numbers the row still has from p on. Numbers beyond its end load as 0 and are not stored.
 struct Vec {
     float x[WIDTH];
 };
-
-__device__ inline float sum_of(const Vec& v) {
-    float sum = (v.x[0] + v.x[1]) + (v.x[2] + v.x[3]);
-    for (int k = 4; k < WIDTH; k += 4) sum += (v.x[k] + v.x[k + 1]) + (v.x[k + 2] + v.x[k + 3]);
-    return sum;
-}
 
 // Four numbers: an access of 16 bytes in fp32, of 8 bytes in bf16. In a bf16 build some arrays are fp32, too. A Vec of
 // eight floats takes two accesses, each with gaps of 16 bytes between a warp's lanes. The CPU takes more numbers.
@@ -139,10 +122,6 @@ constexpr int FLOATS = 4;
 
 struct Floats {
     float x[FLOATS];
-};
-
-struct Halves {  // 16 bits as they are in memory, not turned into fp32
-    unsigned x[FLOATS];
 };
 
 struct Ragged {
@@ -166,14 +145,6 @@ struct Ragged {
     __device__ static void store_floats(T* p, const Floats& v, int left) {
         for (int k = 0; k < FLOATS && k < left; k++) set(p[k], v.x[k]);
     }
-    __device__ static Halves load_halves(const bf16* p, int left) {
-        Halves v;
-        for (int k = 0; k < FLOATS; k++) v.x[k] = k < left ? p[k].bits : 0u;
-        return v;
-    }
-    __device__ static void store_halves(bf16* p, const Halves& v, int left) {
-        for (int k = 0; k < FLOATS && k < left; k++) p[k].bits = (unsigned short)v.x[k];
-    }
 };
 
 struct Aligned {
@@ -182,8 +153,6 @@ struct Aligned {
     template <class T> static void store(T* p, const Vec& v, int) { Ragged::store(p, v, WIDTH); }
     template <class T> static Floats load_floats(const T* p, int) { return Ragged::load_floats(p, FLOATS); }
     template <class T> static void store_floats(T* p, const Floats& v, int) { Ragged::store_floats(p, v, FLOATS); }
-    static Halves load_halves(const bf16* p, int) { return Ragged::load_halves(p, FLOATS); }
-    static void store_halves(bf16* p, const Halves& v, int) { Ragged::store_halves(p, v, FLOATS); }
 #else
     __device__ static Vec load(const float* p, int left) {
         Vec v;
@@ -227,13 +196,6 @@ struct Aligned {
     __device__ static void store_floats(bf16* p, const Floats& v, int left) {
         *reinterpret_cast<uint2*>(p) = make_uint2(to_bf16(v.x[0], v.x[1]), to_bf16(v.x[2], v.x[3]));
     }
-    __device__ static Halves load_halves(const bf16* p, int left) {
-        const uint2 u = *reinterpret_cast<const uint2*>(p);
-        return {{u.x & 0xffffu, u.x >> 16, u.y & 0xffffu, u.y >> 16}};
-    }
-    __device__ static void store_halves(bf16* p, const Halves& v, int left) {
-        *reinterpret_cast<uint2*>(p) = make_uint2(v.x[0] | v.x[1] << 16, v.x[2] | v.x[3] << 16);
-    }
 #endif
 };
 
@@ -243,129 +205,3 @@ __device__ inline void by_alignment(bool aligned, Body body) {
 }
 
 __device__ inline bool is_aligned(const void* p, int bytes = 16) { return reinterpret_cast<size_t>(p) % bytes == 0; }
-
-// copy_four starts to copy four words (16 bytes) to shared memory, or zeros if not `inside`, and does not wait. A thread
-// calls copies_wait before it reads its copies.
-template <class X>
-__device__ inline void copy_four(X* to, const X* from, bool inside = true) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-        :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
-#else
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-    *reinterpret_cast<uint4*>(to) = inside ? *reinterpret_cast<const uint4*>(from) : zero;
-#endif
-}
-
-__device__ inline void copies_wait() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
-
-// A weight's gradient needs its layer's input, which backward recomputes. In fp32 and TF32 the product is faster if
-// this input is transposed. In bf16 it is not, so there the input is written as it is (kernels/matmul.py).
-constexpr bool TRANSPOSES = sizeof(floatX) == 4;
-
-// A matrix is transposed by tiles of TILE rows. A tile waits in shared memory, so that reads and writes both use whole
-// sectors: half a warp moves 256 neighbouring bytes. (When it wrote two pieces of 128, an H200 took 2 to 12% longer.)
-// A block has TILE_THREADS x TILE_THREADS threads. Thread (x, y) has the rows y, y + TILE_THREADS, ... of a tile, and
-// in each row the vectors x, x + TILE_THREADS, ...
-constexpr int TILE = 64, TILE_COLUMNS = WARP_SIZE > 1 ? 16 * WIDTH : 64;
-constexpr int TILE_THREADS = WARP_SIZE > 1 ? 16 : 1;
-constexpr int TILE_VECTORS = TILE_COLUMNS / WIDTH / TILE_THREADS;
-
-struct Tile {
-    // A row has one extra word, so that the words of a column lie in different banks. A thread has four columns, or
-    // four rows. So threads x and x + 8 still share a bank, and an access takes two passes. With a swizzle it takes one
-    // pass, but that gained 1% at most.
-    float at[TILE][TILE_COLUMNS + 1];
-
-    __device__ void put(int row, int column, const Vec& v) {
-        for (int k = 0; k < WIDTH; k++) at[row][column + k] = v.x[k];
-    }
-
-    // For the tile at row n0 and column i0 of an (N, C) matrix: calls work(n, i, row, column, c) for each vector of the
-    // thread that lies inside the matrix. The vector has columns i to i + WIDTH - 1 of row n of the matrix. It lies at
-    // (row, column) of the tile, and it is the thread's vector number c of that row.
-    template <class Work>
-    __device__ static void for_each(int n0, int i0, int N, int C, Work work) {
-#pragma unroll
-        for (int r = 0; r < TILE / TILE_THREADS; r++) {
-            const int row = threadIdx.y + r * TILE_THREADS;
-            for (int c = 0; c < TILE_VECTORS; c++) {
-                const int column = WIDTH * (threadIdx.x + c * TILE_THREADS);
-                if (n0 + row < N && i0 + column < C) work(n0 + row, i0 + column, row, column, c);
-            }
-        }
-    }
-
-    // Computes the tile at row n0 and column i0 of an (N, C) matrix whose vectors are value(n, i, c). If TRANSPOSES is
-    // false, fill stores it to out (N, C) at once. Else it stays in `at`, and the caller must call write_recomputed.
-    template <class Memory, class Value>
-    __device__ void fill(Memory memory, floatX* out, int n0, int i0, int N, int C, Value value) {
-        for_each(n0, i0, N, C, [&](int n, int i, int row, int column, int c) {
-            const Vec v = value(n, i, c);
-            if (TRANSPOSES) put(row, column, v); else memory.store(out + (size_t)n * C + i, v, C - i);
-        });
-    }
-};
-
-// Writes a tile, which was read at row n0 and column i0 of an (N, C) matrix, to the transposed (C, N) matrix. The
-// caller puts a barrier in front of the call.
-__device__ inline void store_transposed(floatX* out_T, const Tile& tile, int n0, int i0, int N, int C) {
-    by_alignment(N % WIDTH == 0, [&](auto memory) {
-#pragma unroll
-        for (int r = 0; r < TILE_COLUMNS / TILE_THREADS; r++) {
-            const int column = threadIdx.y + r * TILE_THREADS;
-            for (int row = WIDTH * threadIdx.x; row < TILE; row += WIDTH * TILE_THREADS) {
-                Vec v;
-                for (int k = 0; k < WIDTH; k++) v.x[k] = tile.at[row + k][column];
-                if (i0 + column < C && n0 + row < N) {
-                    memory.store(out_T + (size_t)(i0 + column) * N + n0 + row, v, N - n0 - row);
-                }
-            }
-        }
-    });
-}
-
-// After Tile::fill: writes the tile, transposed, to out_T (C, N). In bf16 nothing is left to do.
-__device__ inline void write_recomputed(floatX* out_T, const Tile& tile, int n0, int i0, int N, int C) {
-    if (!TRANSPOSES) return;
-    __syncthreads();
-    store_transposed(out_T, tile, n0, i0, N, C);
-}
-
-// With at most FEW_BLOCKS blocks, a kernel's time is mostly that of loads which wait for one another. So such a kernel
-// starts to bring what it will read later to the L2 cache. `prefetch` does this for the line of 128 bytes at p, and
-// does not wait.
-constexpr int FEW_BLOCKS = 16;
-
-__device__ inline void prefetch(const floatX* p) {
-#ifndef LLMC_CPU
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-#endif
-}
-
-// Programmatic dependent launch (CUDA programming guide). By default a kernel starts when the launch in front of it has
-// ended. A kernel that says PROGRAMMATIC in its declaration may start earlier: as soon as each block of that launch has
-// called trigger_programmatic_launch or has returned. So the kernel loads at a time when it would otherwise wait. This
-// pays if launches take a few microseconds.
-//
-// grid_dependency_synchronize waits until all launches in front have ended. A kernel calls it before it writes
-// anything, and before it reads what a launch in front may write. Before that call the kernel may prefetch, and it may
-// read parameters. Their update has ended by then: a copy of tokens comes before each forward pass, and a copy waits
-// for all launches in front of it.
-#define PROGRAMMATIC
-
-__device__ inline void trigger_programmatic_launch() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ inline void grid_dependency_synchronize() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}

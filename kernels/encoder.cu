@@ -7,6 +7,7 @@
 //
 // With float atomics, each run would add rows to dwte in another order. Instead the positions come sorted by token, so
 // that each token's positions are neighbours, and one block adds them up in a fixed order.
+#include "dependent_launch.cuh"
 #include "dropout.cuh"
 
 // One warp takes a position. Block: (WARP_SIZE, positions). wpe and starts (B) may be null. finish(vector, n, i)
@@ -42,14 +43,15 @@ extern "C" __global__ void encoder_dropout_forward_kernel(floatX* out, const int
                                                           const floatX* wpe, int N, int T, int C,
                                                           const int* random, int site) {
     const Dropout drop(random, site);
-    forward_positions(out, inp, wte, wpe, nullptr, N, T, C, [&](const Vec& a, int n, int i) { return drop(a, n, i, C); });
+    forward_positions(out, inp, wte, wpe, nullptr, N, T, C,
+                      [&](const Vec& a, int n, int i) { return drop(a, n, i, C); });
 }
 
 // row (C) = the sum of the rows of dout at some positions, or row += that. Block: (threads over the channels, a vector
 // each; rows of threads); row y adds up every blockDim.y-th position. At most 1024 threads.
 __device__ inline void sum_positions(float* row, bool accumulate, const floatX* dout, const int* position,
                                      int positions, int C) {
-    __shared__ Vec of_thread[1024];
+    __shared__ Vec thread_sums[1024];
     by_alignment(C % WIDTH == 0, [&](auto memory) {
         for (int i0 = 0; i0 < C; i0 += WIDTH * blockDim.x) {
             const int i = i0 + WIDTH * threadIdx.x;
@@ -60,13 +62,13 @@ __device__ inline void sum_positions(float* row, bool accumulate, const floatX* 
                     for (int k = 0; k < WIDTH; k++) sum.x[k] += d.x[k];
                 }
             }
-            of_thread[threadIdx.y * blockDim.x + threadIdx.x] = sum;
+            thread_sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
             __syncthreads();
             if (threadIdx.y == 0 && i < C) {
                 Vec total = {};
                 if (accumulate) total = memory.load(row + i, C - i);
                 for (int y = 0; y < blockDim.y && y < positions; y++) {
-                    for (int k = 0; k < WIDTH; k++) total.x[k] += of_thread[y * blockDim.x + threadIdx.x].x[k];
+                    for (int k = 0; k < WIDTH; k++) total.x[k] += thread_sums[y * blockDim.x + threadIdx.x].x[k];
                 }
                 memory.store(row + i, total, C - i);
             }

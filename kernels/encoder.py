@@ -26,7 +26,7 @@ def encoder_forward(
 def encoder_backward(dwte, dwpe, dout, inp, order, count, B: int, T: int, C: int) -> None:
     """dwte (Vp,C) += rows of dout (B,T,C) summed by token; dwpe (maxT,C) += dout summed over B.
 
-    dout is the gradient of the sum in front of the dropout. The backward pass of the first norm sets it. dwpe
+    dout is the gradient of the sum before dropout. The backward pass of the first norm sets it. dwpe
     is None if there is no wpe. order and count (B*T) int32 are `sort_by_token` of inp (B,T).
     """
     cu.launch("wte_backward_kernel", (B * T,), block_of_tokens(C), (dwte, dout, inp, order, count, C))

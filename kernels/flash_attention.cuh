@@ -1,5 +1,5 @@
-// What the kernels of flash_attention.cu, for every GPU since 8.0, and those of flash_attention_hopper.cu, for 9.0,
-// share: exponentials, and numbers in bf16.
+// What flash_attention.cu, for every GPU since compute capability 8.0, and flash_attention_hopper.cu, for 9.0, share:
+// exponentials, and numbers in bf16.
 #pragma once
 #include "common.cuh"
 

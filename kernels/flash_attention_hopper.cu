@@ -65,7 +65,8 @@ struct Head {
 
 // Tiles of two arrays on their way from the producer to the warps that compute: 0 keys and 1 values, or 0 queries and 1
 // dout. Each array has a ring of STAGES tiles. A tile's barrier `full` waits for the `writers` of array 0 (for array 1
-// that is the TMA alone), and `empty` for the `readers`, which are warps.
+// that is the TMA alone), and `empty` for the `readers`, which are warps. One more barrier, `arrived`, is for the
+// block's own rows.
 template <int HS, int STAGES>
 struct Stream {
     static_assert(STAGES >= 2, "one is read, one comes");
@@ -74,30 +75,37 @@ struct Stream {
     Barrier* barriers;
 
     __device__ Stream(bf16* tiles, void* barriers) : tiles(tiles), barriers(static_cast<Barrier*>(barriers)) {}
-    __device__ Barrier* end() const { return barriers + 4 * STAGES; }
+    __device__ Barrier& arrived() const { return barriers[4 * STAGES]; }
     __device__ Barrier& full(int array, int stage) const { return barriers[(2 * array) * STAGES + stage]; }
     __device__ Barrier& empty(int array, int stage) const { return barriers[(2 * array + 1) * STAGES + stage]; }
-    __device__ void init(int writers, int readers) const {
-        for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(full(0, stage), writers);
-            barrier_init(full(1, stage), 1);
-            barrier_init(empty(0, stage), readers);
-            barrier_init(empty(1, stage), readers);
+    __device__ void init(int writers, int readers) const {  // all threads call it
+        if (threadIdx.x == 0) {
+            barrier_init(arrived(), 1);
+            for (int stage = 0; stage < STAGES; stage++) {
+                barrier_init(full(0, stage), writers);
+                barrier_init(full(1, stage), 1);
+                barrier_init(empty(0, stage), readers);
+                barrier_init(empty(1, stage), readers);
+            }
+            barriers_ready();
         }
+        __syncthreads();
     }
-    __device__ void copy(int array, const Place<STAGES>& at, const TensorMap& map, int column, int row,
+    __device__ void copy(int array, const PipelineState<STAGES>& at, const TensorMap& map, int column, int row,
                          int sequence) const {
         barrier_wait(empty(array, at.stage), at.parity ^ 1);
         barrier_expect(full(array, at.stage), TILE * 2);
         bf16* const to = tiles + (2 * at.stage + array) * TILE;
         copy_tile<HS, TILE_ROWS>(to, map, column, row, sequence, full(array, at.stage));
     }
-    __device__ void wait(int array, const Place<STAGES>& at) const { barrier_wait(full(array, at.stage), at.parity); }
-    __device__ void wait_before(int array, const Place<STAGES>& at) const {  // for the tile before
+    __device__ void wait(int array, const PipelineState<STAGES>& at) const {
+        barrier_wait(full(array, at.stage), at.parity);
+    }
+    __device__ void wait_before(int array, const PipelineState<STAGES>& at) const {  // for the tile before
         barrier_wait(full(array, at.before()), at.parity ^ (at.stage == 0));
     }
     __device__ void release(int array, int stage) const { warp_arrive(empty(array, stage)); }
-    __device__ void skip(Place<STAGES>& at) const {
+    __device__ void skip(PipelineState<STAGES>& at) const {
         for (int array = 0; array < 2; array++) {
             wait(array, at);
             release(array, at.stage);
@@ -113,7 +121,7 @@ struct Stream {
 template <int HS, int STAGES>
 __device__ inline void copy_keys_and_values(const Stream<HS, STAGES>& stream, const TensorMap& qkv,
                                             const Head<HS>& head, int last) {
-    Place<STAGES> at;
+    PipelineState<STAGES> at;
     for (int tile = last; tile >= 0; tile--, at.advance()) {
         stream.copy(0, at, qkv, head.key_column, tile * TILE_ROWS, head.sequence);
         stream.copy(1, at, qkv, head.value_column, tile * TILE_ROWS, head.sequence);
@@ -134,9 +142,9 @@ struct Work {
 
 // ---- products of tiles
 
-// Returns x, but the compiler takes the result for a new number. So it computes again what depends on it, and does not
-// keep that in registers through a loop.
-__device__ inline int anew(int x) {
+// Returns x, but the compiler cannot see that. So it computes what depends on the result again, and does not keep it in
+// registers through a loop.
+__device__ inline int opaque(int x) {
 #ifndef LLMC_CPU
     asm volatile("" : "+r"(x));
 #endif
@@ -188,7 +196,7 @@ __device__ inline void store_rows(bf16* rows, bf16* tile, const float (&sum)[HS 
     for (int n = 0; n < HS / 8; n++) {
         #pragma unroll
         for (int h = 0; h < 2; h++) {
-            *reinterpret_cast<unsigned*>(tile + place<ROWS>(first + h * 8 + g, 8 * n) + 2 * t) =
+            *reinterpret_cast<unsigned*>(tile + swizzled_offset<ROWS>(first + h * 8 + g, 8 * n) + 2 * t) =
                 to_bf16(sum[n][2 * h] * scale[h], sum[n][2 * h + 1] * scale[h]);
         }
     }
@@ -198,7 +206,7 @@ __device__ inline void store_rows(bf16* rows, bf16* tile, const float (&sum)[HS 
         const int down = (32 * i + lane) / (HS / 8), column = lane % (HS / 8) * 8;
         if (row0 + down < T)
             *reinterpret_cast<uint4*>(rows + (long long)(row0 + down) * stride + column) =
-                *reinterpret_cast<const uint4*>(tile + place<ROWS>(first + down, column));
+                *reinterpret_cast<const uint4*>(tile + swizzled_offset<ROWS>(first + down, column));
     }
 }
 
@@ -270,23 +278,17 @@ __device__ inline void forward(bf16* out, float* lse, const TensorMap& qkv, int 
     SHARED_TILES(shared);
     bf16 *const queries = shared, *const tiles = queries + QUERIES * HS;
     const Stream<HS, STAGES> stream(tiles, tiles + 2 * STAGES * KEYS * HS);
-    Barrier* const arrived = stream.end();
     const Work work(ceil_div(T, QUERIES), heads, group);
     const Head<HS> head(NH, NKV, work.head);
     const int block0 = (ceil_div(T, QUERIES) - 1 - work.tile) * QUERIES;  // most work comes first
     const int last = (min(block0 + QUERIES, T) - 1) / KEYS, warpgroup = warpgroup_of();
 
-    if (threadIdx.x == 0) {
-        barrier_init(*arrived, 1);
-        stream.init(1, 4 * WARPGROUPS);
-        barriers_ready();
-    }
-    __syncthreads();
+    stream.init(1, 4 * WARPGROUPS);
     if (warpgroup == WARPGROUPS) {
         give_registers<WARPGROUPS, REGISTERS>();
         if (threadIdx.x == 128 * WARPGROUPS) {
-            barrier_expect(*arrived, QUERIES * HS * 2);
-            copy_tile<HS, QUERIES>(queries, qkv, head.query_column, block0, head.sequence, *arrived);
+            barrier_expect(stream.arrived(), QUERIES * HS * 2);
+            copy_tile<HS, QUERIES>(queries, qkv, head.query_column, block0, head.sequence, stream.arrived());
             copy_keys_and_values(stream, qkv, head, last);
         }
         return;
@@ -298,10 +300,10 @@ __device__ inline void forward(bf16* out, float* lse, const TensorMap& qkv, int 
     float acc[HS / 8][4], s[KEYS / 8][4], sum[2] = {}, reference[2] = {}, factor[2] = {};
     unsigned p[KEYS / 16][4];
     const Descriptor q = descriptor(queries + 64 * warpgroup * 64, 0);
-    Place<STAGES> at;
+    PipelineState<STAGES> at;
     int tile = last;
 
-    barrier_wait(*arrived, 0);
+    barrier_wait(stream.arrived(), 0);
     for (; tile > diagonal; tile--) stream.skip(at);
     if (diagonal < 0) return;
 
@@ -310,7 +312,7 @@ __device__ inline void forward(bf16* out, float* lse, const TensorMap& qkv, int 
     start_scores<HS, QUERIES>(s, q, stream.tile(0, at.stage));
     wgmma_commit();
     wgmma_wait<0>();
-    settle(s);
+    fence_operand(s);
     stream.release(0, at.stage);
     softmax<HS, true>(s, sum, reference, factor, tile * KEYS - row0);
     pack(p, s);
@@ -324,18 +326,18 @@ __device__ inline void forward(bf16* out, float* lse, const TensorMap& qkv, int 
         start_sum(acc, p, stream.tile(1, at.before()), tile + 1 < diagonal);
         wgmma_commit();
         wgmma_wait<1>();
-        settle(s);
+        fence_operand(s);
         stream.release(0, at.stage);
         const bool moved = softmax<HS, false>(s, sum, reference, factor, 0);
-        // No sum is negative. The compiler does not know: so the wait stays behind all exponentials.
+        // No sum is negative. The compiler does not know: so the wait comes after all exponentials.
         if (moved || fminf(sum[0], sum[1]) < 0.0f) {
             wgmma_wait<0>();
-            settle(acc);
+            fence_operand(acc);
             #pragma unroll
             for (int i = 0; i < HS / 8 * 4; i++) acc[i / 4][i % 4] *= factor[i % 4 / 2];
         }
         wgmma_wait<0>();
-        settle(acc);
+        fence_operand(acc);
         stream.release(1, at.before());
         pack(p, s);
         at.advance();
@@ -345,7 +347,7 @@ __device__ inline void forward(bf16* out, float* lse, const TensorMap& qkv, int 
     start_sum(acc, p, stream.tile(1, at.before()), diagonal > 0);
     wgmma_commit();
     wgmma_wait<0>();
-    settle(acc);
+    fence_operand(acc);
 
     float inverse[2];
     #pragma unroll
@@ -409,7 +411,7 @@ __device__ inline void broadcast(float (&x)[N][4], const float* numbers) {
         #pragma unroll
         for (int i = 0; i < 4; i++) x[n][i] = i % 2 == 0 ? two.x : two.y;
     }
-    settle(x);
+    fence_operand(x);
 }
 
 // D = rowsum(dout * out) for rows g and g + 8 of the warp's 16, from row0 on; NaN if lse is not finite. Each lane loads
@@ -453,24 +455,18 @@ __device__ inline void backward_query(bf16* dqkv, float* dsum, const TensorMap& 
     SHARED_TILES(shared);
     bf16 *const queries = shared, *const douts = queries + QUERIES * HS, *const tiles = douts + QUERIES * HS;
     const Stream<HS, STAGES> stream(tiles, tiles + 2 * STAGES * KEYS * HS);
-    Barrier* const arrived = stream.end();
     const Work work(ceil_div(T, QUERIES), heads, group);
     const Head<HS> head(NH, NKV, work.head);
     const int block0 = (ceil_div(T, QUERIES) - 1 - work.tile) * QUERIES;  // most work comes first
     const int last = (min(block0 + QUERIES, T) - 1) / KEYS, warpgroup = warpgroup_of();
 
-    if (threadIdx.x == 0) {
-        barrier_init(*arrived, 1);
-        stream.init(1, 4 * WARPGROUPS);
-        barriers_ready();
-    }
-    __syncthreads();
+    stream.init(1, 4 * WARPGROUPS);
     if (warpgroup == WARPGROUPS) {
         give_registers<WARPGROUPS, REGISTERS>();
         if (threadIdx.x == 128 * WARPGROUPS) {
-            barrier_expect(*arrived, 2 * QUERIES * HS * 2);
-            copy_tile<HS, QUERIES>(queries, qkv, head.query_column, block0, head.sequence, *arrived);
-            copy_tile<HS, QUERIES>(douts, dout_map, head.query_column, block0, head.sequence, *arrived);
+            barrier_expect(stream.arrived(), 2 * QUERIES * HS * 2);
+            copy_tile<HS, QUERIES>(queries, qkv, head.query_column, block0, head.sequence, stream.arrived());
+            copy_tile<HS, QUERIES>(douts, dout_map, head.query_column, block0, head.sequence, stream.arrived());
             copy_keys_and_values(stream, qkv, head, last);
         }
         return;
@@ -491,8 +487,8 @@ __device__ inline void backward_query(bf16* dqkv, float* dsum, const TensorMap& 
         const int row = block0 + warp * 16 + h * 8 + threadIdx.x % 32 / 4;
         log2_sum[h] = row < T ? LOG2E * lse[row] : 0.0f;
     }
-    barrier_wait(*arrived, 0);
-    Place<STAGES> at;
+    barrier_wait(stream.arrived(), 0);
+    PipelineState<STAGES> at;
     int tile = last;
     for (; tile > diagonal; tile--) stream.skip(at);
     if (diagonal < 0) return;
@@ -510,11 +506,11 @@ __device__ inline void backward_query(bf16* dqkv, float* dsum, const TensorMap& 
         start_scores<HS, QUERIES>(dp, d, stream.tile(1, at.stage));
         wgmma_commit();
         wgmma_wait<masked.value ? 1 : 2>();
-        settle(s);
+        fence_operand(s);
         query_probabilities<HS, masked.value>(s, log2_sum, tile * KEYS - row0);
         wgmma_wait<0>();
-        settle(dq);
-        settle(dp);
+        fence_operand(dq);
+        fence_operand(dp);
         if (!masked.value) stream.release(0, at.before());
         stream.release(1, at.stage);
         query_gradients(s, dp, D);
@@ -528,11 +524,28 @@ __device__ inline void backward_query(bf16* dqkv, float* dsum, const TensorMap& 
     start_sum(dq, ds, stream.tile(0, at.before()), true);
     wgmma_commit();
     wgmma_wait<0>();
-    settle(dq);
+    fence_operand(dq);
 
     const float scale[2] = {rsqrtf((float)HS), rsqrtf((float)HS)};
     bf16* const gradient = dqkv + head.position(T) + head.query_column;
     store_rows<HS, QUERIES>(gradient, queries, dq, scale, block0 + warp * 16, T, head.stride);
+}
+
+// What the first thread of backward_key's producer does: it copies the tiles of queries and dout from `tile` on, below
+// `end`, of one query head after the other.
+template <int HS, int STAGES>
+__device__ inline void copy_queries_and_douts(const Stream<HS, STAGES>& stream, PipelineState<STAGES>& at,
+                                              const TensorMap& qkv, const TensorMap& dout, const Head<HS>& head,
+                                              int query_heads, int& tile, int end) {
+    const int first = tile;
+    int column = head.query_column;
+    #pragma unroll 1
+    do {
+        stream.copy(0, at, qkv, column, tile * TILE_ROWS, head.sequence);
+        stream.copy(1, at, dout, column, tile * TILE_ROWS, head.sequence);
+        at.advance();
+        if (++tile == end) tile = first, column += HS, query_heads--;
+    } while (query_heads > 0);
 }
 
 // Reads D from dsum. Sets dk and dv of dqkv: a block takes a head of keys, and its query heads one after the other. Or,
@@ -550,36 +563,23 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
     bf16 *const keys = shared, *const values = keys + KEYS * HS, *const tiles = values + KEYS * HS;
     float* const terms = reinterpret_cast<float*>(tiles + 2 * STAGES * QUERIES * HS);
     const Stream<HS, STAGES> stream(tiles, terms + 2 * STAGES * QUERIES);
-    Barrier* const arrived = stream.end();
     const Work work(ceil_div(T, KEYS), heads, group);
     const int query_heads = !GROUPS || dkv_heads != nullptr ? 1 : NH / NKV;
     const Head<HS> head(NH, NKV, work.head * query_heads);
     const int block0 = work.tile * KEYS, first = block0 / QUERIES, end = ceil_div(T, QUERIES);
     const int warpgroup = warpgroup_of();
-    Place<STAGES> at;
+    PipelineState<STAGES> at;
     int tile = first, left = query_heads;
 
-    if (threadIdx.x == 0) {
-        barrier_init(*arrived, 1);
-        stream.init(2, 4 * WARPGROUPS);  // queries are full when they, lse and D have come
-        barriers_ready();
-    }
-    __syncthreads();
+    stream.init(2, 4 * WARPGROUPS);  // queries are full when they, lse and D have come
     if (warpgroup == WARPGROUPS) {
         give_registers<WARPGROUPS, REGISTERS>();
         const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
         if (warp == 0 && lane == 0) {
-            barrier_expect(*arrived, 2 * KEYS * HS * 2);
-            copy_tile<HS, KEYS>(keys, qkv, head.key_column, block0, head.sequence, *arrived);
-            copy_tile<HS, KEYS>(values, qkv, head.value_column, block0, head.sequence, *arrived);
-            int column = head.query_column;
-            #pragma unroll 1
-            do {
-                stream.copy(0, at, qkv, column, tile * QUERIES, head.sequence);
-                stream.copy(1, at, dout, column, tile * QUERIES, head.sequence);
-                at.advance();
-                if (++tile == end) tile = first, column += HS, left--;
-            } while (left > 0);
+            barrier_expect(stream.arrived(), 2 * KEYS * HS * 2);
+            copy_tile<HS, KEYS>(keys, qkv, head.key_column, block0, head.sequence, stream.arrived());
+            copy_tile<HS, KEYS>(values, qkv, head.value_column, block0, head.sequence, stream.arrived());
+            copy_queries_and_douts(stream, at, qkv, dout, head, query_heads, tile, end);
         } else if (warp == 1) {
             lse += (long long)work.head * query_heads * T;
             dsum += (long long)work.head * query_heads * T;
@@ -617,7 +617,7 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
     unsigned p[QUERIES / 16][4], ds[QUERIES / 16][4];
     const Descriptor k = descriptor(keys + 64 * warpgroup * 64, 0), v = further(k, KEYS * HS);
 
-    barrier_wait(*arrived, 0);
+    barrier_wait(stream.arrived(), 0);
     if (block0 + 64 * warpgroup >= T) {
         for (int i = query_heads * (end - first); i > 0; i--) stream.skip(at);
         return;
@@ -644,16 +644,16 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
             wgmma_commit();
         }
         wgmma_wait<EARLY + !begins.value>();  // for the scores, and for dv of the tile before
-        settle(s);
-        settle(dv);
+        fence_operand(s);
+        fence_operand(dv);
         if (!begins.value) stream.release(1, before);
         const int ahead = (tile - first) * QUERIES - (int)threadIdx.x / 128 * 64;  // 0: on the diagonal
         if (begins.value || (GROUPS && ahead == 0)) key_probabilities<HS, true>(s, term, ahead);
         else key_probabilities<HS, false>(s, term, 0);
         pack(p, s);
         wgmma_wait<0>();  // for dk of the tile before: this tile's ds takes the registers of that one's
-        settle(dk);
-        if (EARLY) settle(dp);
+        fence_operand(dk);
+        if (EARLY) fence_operand(dp);
         if (!begins.value) stream.release(0, before);
         if (!EARLY) {
             stream.wait(1, at);
@@ -668,7 +668,7 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
         wgmma_commit();
         if (!EARLY) {
             wgmma_wait<1>();
-            settle(dp);
+            fence_operand(dp);
         }
         #pragma unroll
         for (int i = 0; i < QUERIES / 2; i++) dp[i / 4][i % 4] *= s[i / 4][i % 4];
@@ -679,8 +679,8 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
     };
     attend(Is<true>());
     wgmma_wait<0>();
-    settle(dv);
-    settle(dk);
+    fence_operand(dv);
+    fence_operand(dk);
     while (GROUPS || tile < ceil_div(T, QUERIES)) {
         if (GROUPS && tile == ceil_div(T, QUERIES)) {
             if (--left == 0) break;
@@ -692,14 +692,14 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
     start_sum(dk, ds, stream.tile(0, GROUPS ? last : at.before()), true);
     wgmma_commit();
     wgmma_wait<0>();
-    settle(dv);
-    settle(dk);
+    fence_operand(dv);
+    fence_operand(dk);
 
     // These are computed again: the loop has no registers for them.
-    const Work same(ceil_div(T, KEYS), heads, anew(group));
-    const int heads_here = !GROUPS || dkv_heads != nullptr ? 1 : anew(NH) / NKV;
-    const Head<HS> mine(anew(NH), NKV, same.head * heads_here);
-    const int row = same.tile * KEYS + anew(threadIdx.x) / 32 * 16;
+    const Work same(ceil_div(T, KEYS), heads, opaque(group));
+    const int heads_here = !GROUPS || dkv_heads != nullptr ? 1 : opaque(NH) / NKV;
+    const Head<HS> mine(opaque(NH), NKV, same.head * heads_here);
+    const int row = same.tile * KEYS + opaque(threadIdx.x) / 32 * 16;
     const bool inside = row + threadIdx.x % 16 < T;
     float nan = 0.0f;  // or NaN if a D is not finite
     for (int h = 0; inside && h < heads_here; h++)

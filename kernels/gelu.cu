@@ -8,7 +8,9 @@
 // Memory-bound: forward reads N*C numbers and writes as many. Backward reads two such arrays and writes two. One of
 // these is gelu(x), for the weight gradient of the next product, so forward's output need not be kept. In fp32 it is
 // transposed (Tile::fill).
+#include "dependent_launch.cuh"
 #include "gelu.cuh"
+#include "tile.cuh"
 
 constexpr int ROWS = 2;  // of a block of the forward pass
 

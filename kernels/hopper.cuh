@@ -17,7 +17,7 @@
 // (r % 8) would. wgmma reads an operand along the sum (queries and keys: HS) or across it (values). One order serves
 // both.
 template <int ROWS>
-__device__ inline int place(int row, int column) {
+__device__ inline int swizzled_offset(int row, int column) {
     return column / 64 * ROWS * 64 + row * 64 + (column % 64 ^ row % 8 * 8);
 }
 
@@ -172,9 +172,10 @@ __device__ inline void wgmma_commit() {
 #endif
 }
 
-// Tells the compiler that d is written here. So it moves no read of d before this line, and no write behind it.
+// Tells the compiler that d is written here. So it moves no read of d before this line, and no write to after it.
+// (CUTLASS calls this warpgroup_fence_operand.)
 template <int N>
-__device__ inline void settle(float (&d)[N][4]) {
+__device__ inline void fence_operand(float (&d)[N][4]) {
 #ifndef LLMC_CPU
     #pragma unroll
     for (int n = 0; n < N; n++) asm volatile("" : FOUR(d, n) :: "memory");
@@ -385,9 +386,10 @@ __device__ inline void take_registers() {
 #endif
 }
 
-// A place in a ring of STAGES, and the parity of the phase in which it is filled.
+// How far a warp has come in a ring of STAGES: the stage, and the parity of the phase in which the stage is filled.
+// (The name is CUTLASS's.)
 template <int STAGES>
-struct Place {
+struct PipelineState {
     int stage = 0, parity = 0;
     __device__ void advance() {
         if (++stage == STAGES) stage = 0, parity ^= 1;

@@ -1,6 +1,7 @@
 // Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T. cuBLAS computes the products, except
 // that of a single row. This file has that one, and a transposition. Both are memory-bound.
 #include "matvec.cuh"
+#include "tile.cuh"
 
 // out (C, N) = inp (N, C)^T. A block takes one tile. inp may be a weight, whose address need not be a multiple of 16.
 extern "C" __global__ void transpose_kernel(SETS floatX* out, const floatX* inp, int N, int C) {

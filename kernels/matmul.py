@@ -45,7 +45,7 @@ def matvec_block(cu: Source, C: int, OC: int, few: int) -> tuple[int, int]:
 
 
 def transposes() -> bool:
-    """Whether the kernels that recompute a layer's input for its weight's gradient write it transposed (common.cuh:
+    """Whether the kernels that recompute a layer's input for its weight's gradient write it transposed (tile.cuh:
     TRANSPOSES). In bf16 they write it as in forward: there cuBLAS is as fast with either."""
     return device.floatX != device.BF16
 
@@ -122,5 +122,5 @@ def as_stored(out):
 
 
 def tile_grid(cu, N: int, C: int) -> tuple[int, int]:
-    """A block for each Tile (common.cuh) of an (N,C) matrix."""
+    """A block for each Tile (tile.cuh) of an (N,C) matrix."""
     return ceil_div(C, 16 * cu.width if cu.warp_size > 1 else 64), ceil_div(N, 64)

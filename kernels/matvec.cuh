@@ -1,8 +1,14 @@
 // The product of a single row with a weight, for kernels whose weights lie in memory in different ways.
 #pragma once
-#include "common.cuh"
+#include "dependent_launch.cuh"
 
 __device__ inline const Vec& numbers_of(const Vec& v) { return v; }
+
+__device__ inline float sum_of(const Vec& v) {
+    float sum = (v.x[0] + v.x[1]) + (v.x[2] + v.x[3]);
+    for (int k = 4; k < WIDTH; k += 4) sum += (v.x[k] + v.x[k + 1]) + (v.x[k + 2] + v.x[k + 3]);
+    return sum;
+}
 
 // out (OC) = inp (C) @ weight (OC, C)^T + bias (OC), for a model that writes text. bias may be null. Each number of the
 // weight is used in one multiplication only. So a tile of the weight would have nothing to share, and a kernel that

@@ -4,7 +4,15 @@
 // Memory-bound: it reads its inputs once and writes its outputs once, as the row waits in shared memory.
 // mean, rstd and the outs are computed from x as it is stored, rounded in bf16, because backward reads the stored x.
 #pragma once
+#include "dependent_launch.cuh"
 #include "dropout.cuh"
+
+// The value that a kernel reads after x has been stored as floatX.
+__device__ inline float rounded(float x) {
+    floatX stored;
+    set(stored, x);
+    return to_float(stored);
+}
 
 struct Branch {
     const floatX* proj;  // (N,C)
@@ -136,7 +144,7 @@ __device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, 
 
     // For a model that writes text, rows are few, and no other block has loaded the parameters.
     const int first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x;
-    for (int i = first; i < C && gridDim.x <= FEW_BLOCKS; i += step) {
+    for (int i = first; i < C && gridDim.x <= MAX_PREFETCH_BLOCKS; i += step) {
         norm0.prefetch_parameters(i), norm1.prefetch_parameters(i);
     }
     grid_dependency_synchronize();

@@ -10,6 +10,7 @@
 //
 // If a model lacks a tensor, its pointer is null, as in norm.cuh. Kernels without dropout have none of its arithmetic.
 #include "norm.cuh"
+#include "tile.cuh"
 
 extern "C" __global__ void PROGRAMMATIC parallel_residual_forward_kernel(
     floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,

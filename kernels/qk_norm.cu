@@ -7,6 +7,7 @@
 //
 // LANES neighbours in a warp take a head. They read it twice, for the sum and for the result; the second time it is in
 // the first-level cache. Weights are parameters, whose addresses need not be multiples of 16.
+#include "dependent_launch.cuh"
 #include "qk_norm.cuh"
 
 // inp and out (N,NH+2*NKV,HS), N = B*T; rstd (N,NH+NKV); table (T,HS/2,2). starts (B), which may be null, has the

@@ -6,6 +6,7 @@
 // Backward: a rotation by -a, as the gradient of a rotation is its inverse.
 // Memory-bound: reads and writes these channels of queries and keys once. Cosines and sines come from a table (T, R/2,
 // 2). A row of it has R numbers, and all heads of a position use the same row.
+#include "dependent_launch.cuh"
 #include "rope.cuh"
 
 // Changes qkv (B,T,all_heads,HS) in place, in the first `heads` heads of each position. R is even. direction is 1, or

@@ -1,9 +1,10 @@
 // Draws each sequence's next token from softmax(logits / temperature), on the device, so that the next step can begin
-// before the host has seen the token. The generator, xorshift64* (llmc/step/sampler.py), makes a coin in [0, 1) from its
-// state. A token with logit x has the weight w = exp((x - max) / temperature). The kernel draws the first token whose
-// cumulative weight is above the coin times the sum of all weights. One block takes a sequence. Sums are doubles, added
-// in a fixed order. Temperature 0 takes the largest logit. If a logit is NaN or infinity, or all are -infinity, then the
-// token means nothing. It is still one of the V, because the next step reads it, and `drawn` says that it means nothing.
+// before the host has seen the token. The generator, xorshift64* (llmc/step/sampler.py), makes a coin in [0, 1) from
+// its state. A token with logit x has the weight w = exp((x - max) / temperature). The kernel draws the first token
+// whose cumulative weight is above the coin times the sum of all weights. One block takes a sequence. Sums are doubles,
+// added in a fixed order. Temperature 0 takes the largest logit. If a logit is NaN or infinity, or all are -infinity,
+// then the token means nothing. It is still one of the V, because the next step reads it, and `drawn` says that it
+// means nothing.
 //
 // top_k and top_p set a threshold: tokens whose logit is below it have no weight. Tokens that tie with it stay in.
 //   top_k: the threshold is the k-th largest logit
@@ -12,22 +13,22 @@
 // The kernel finds a threshold bit by bit, from the highest bit of its rank to the lowest. The rank of a float is its
 // bits as an integer, after all bits of a negative float and the sign bit of a positive one have been flipped. So ranks
 // are in the order of the floats.
-#include "common.cuh"
+#include "dependent_launch.cuh"
 
 __device__ inline double warp_sum_double(double x) {
     for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
     return x;
 }
 
-// Like block_sum of common.cuh. Each warp's sum stays in of_warp.
-__device__ inline double block_sum_double(double x, double* of_warp) {
+// Like block_sum of common.cuh. Each warp's sum stays in warp_sums.
+__device__ inline double block_sum_double(double x, double* warp_sums) {
     const int warps = blockDim.x / WARP_SIZE;
     const double warp_total = warp_sum_double(x);
-    __syncthreads();  // no thread reads the old of_warp any more
-    if (threadIdx.x % WARP_SIZE == 0) of_warp[threadIdx.x / WARP_SIZE] = warp_total;
+    __syncthreads();  // no thread reads the old warp_sums any more
+    if (threadIdx.x % WARP_SIZE == 0) warp_sums[threadIdx.x / WARP_SIZE] = warp_total;
     __syncthreads();
     double total = 0.0;
-    for (int w = 0; w < warps; w++) total += of_warp[w];
+    for (int w = 0; w < warps; w++) total += warp_sums[w];
     return total;
 }
 
@@ -43,7 +44,7 @@ __device__ inline float float_of_rank(unsigned rank) {
 extern "C" __global__ void __launch_bounds__(1024, 1)
 PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* states, const floatX* logits, int V,
                            int Vp, float temperature, int top_k, float top_p, int context, int* drawn) {
-    __shared__ double of_warp[32];
+    __shared__ double warp_sums[32];
     const floatX* row = logits + (size_t)blockIdx.x * Vp;
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
     trigger_programmatic_launch();
@@ -101,7 +102,7 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
         auto sum_from = [&](float lowest) {
             double sum = 0.0;
             for_each([&](float x, int i) { sum += x >= lowest ? weight(x) : 0.0f; });
-            return block_sum_double(sum, of_warp);
+            return block_sum_double(sum, warp_sums);
         };
         const double needed = top_p * sum_from(threshold);
         threshold = fmaxf(threshold, float_of_rank(highest_rank([&](float lowest) {
@@ -128,16 +129,16 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
         return sum;
     };
     Vec w;
-    double sum_of_thread = 0.0;
+    double thread_sum = 0.0;
 #pragma unroll 4
-    for (int i = start + WIDTH * lane; i < end; i += step) sum_of_thread += weights_at(i, w);
-    const double target = coin * block_sum_double(sum_of_thread, of_warp);
+    for (int i = start + WIDTH * lane; i < end; i += step) thread_sum += weights_at(i, w);
+    const double target = coin * block_sum_double(thread_sum, warp_sums);
     // The first warp that exceeds the target. If rounding leaves none, it is the last warp that has a weight.
     int chosen = 0;
     double before = 0.0, sum_before = 0.0;
     for (int v = 0; v < warps; v++) {
-        if (of_warp[v] > 0.0) chosen = v, before = sum_before;
-        sum_before += of_warp[v];
+        if (warp_sums[v] > 0.0) chosen = v, before = sum_before;
+        sum_before += warp_sums[v];
         if (sum_before > target) break;
     }
     if (warp != chosen) return;
@@ -146,7 +147,7 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
     int at = start;
     sum_before = before;
     for (int i = start; i < end && !(sum_before > target); i += AT_ONCE * step) {
-        double sums[AT_ONCE];  // 0 for steps behind the end
+        double sums[AT_ONCE];  // 0 for steps beyond the end
 #pragma unroll
         for (int b = 0; b < AT_ONCE; b++) sums[b] = weights_at(i + b * step + WIDTH * lane, w);
 #pragma unroll
@@ -158,11 +159,11 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
             sum_before += sums[b];
         }
     }
-    const double sum_of_lane = weights_at(at + WIDTH * lane, w);
+    const double lane_sum = weights_at(at + WIDTH * lane, w);
     int winner = 0;
     sum_before = before;
     for (int l = 0; l < WARP_SIZE; l++) {
-        const double sum = WARP_SIZE > 1 ? __shfl_sync(0xffffffffu, sum_of_lane, l) : sum_of_lane;
+        const double sum = WARP_SIZE > 1 ? __shfl_sync(0xffffffffu, lane_sum, l) : lane_sum;
         if (sum > 0.0) winner = l, before = sum_before;
         sum_before += sum;
         if (sum_before > target) break;

@@ -5,7 +5,9 @@
 // Memory-bound: forward reads 2 N*C numbers and writes N*C. Backward reads 3 N*C and writes 3 N*C. A third of these are
 // out, for the weight gradient of the next product, so forward's output need not be kept. In fp32 it is transposed
 // (Tile::fill).
+#include "dependent_launch.cuh"
 #include "swiglu.cuh"
+#include "tile.cuh"
 
 // Block x: a row; thread: a vector of columns of grid column y.
 extern "C" __global__ void PROGRAMMATIC swiglu_forward_kernel(floatX* __restrict__ out, const floatX* __restrict__ inp,

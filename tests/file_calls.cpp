@@ -1,5 +1,5 @@
-// Preloaded into a process, it sees each call that opens, reads, writes, syncs, renames or removes a file below a folder.
-// It can end the process at one of them, let it fail, and record them all. test_file_calls.py has the rest.
+// Preloaded into a process, it sees each call that opens, reads, writes, syncs, renames or removes a file below a
+// folder. It can end the process at one of them, let it fail, and record them all. test_file_calls.py has the rest.
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -66,7 +66,8 @@ void calls_mark(const char* text) { note(std::string("mark\t") + text); }
         std::string path = path_of(at, file); \
         if (fails(path, flags & O_CREAT ? 'w' : flags & O_ACCMODE ? 'd' : 'r')) return -1; \
         int fd = REAL(name)(at, file, flags, mode); \
-        if (flags & (O_CREAT | O_TRUNC)) done(fd >= 0, (flags & O_TRUNC ? "truncate\t" : "create\t") + path + "\t0", path); \
+        const std::string what = flags & O_TRUNC ? "truncate\t" : "create\t"; \
+        if (flags & (O_CREAT | O_TRUNC)) done(fd >= 0, what + path + "\t0", path); \
         return fd; \
     }
 OPEN_AT(openat)

@@ -41,7 +41,7 @@ HARD = {
 # A barrier that is left out: the file, which of its __syncthreads, and a launcher that needs it.
 MUTANTS = [
     ("common.cuh", 0, "fused_classifier"), ("common.cuh", 1, "parallel_residual_forward"),
-    ("common.cuh", 4, "swiglu_backward"), ("encoder.cu", 1, "encoder_backward"), ("gelu.cu", 1, "gelu_backward"),
+    ("tile.cuh", 0, "swiglu_backward"), ("encoder.cu", 1, "encoder_backward"), ("gelu.cu", 1, "gelu_backward"),
     ("layernorm.cu", 0, "layernorm_backward"), ("layernorm.cu", 1, "layernorm_backward"),
     ("matmul.cu", 0, "transpose"), ("reduce.cu", 0, "add_partials"),
     ("rmsnorm.cu", 1, "rmsnorm_backward"), ("cached_attention.cu", 2, "cached_attention_forward"),

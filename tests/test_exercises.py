@@ -390,9 +390,8 @@ def test_what_the_learner_begins_with_does_not_say_the_formula(name, formula):
 def test_the_fragments_are_those_of_flash_attentions_instruction(tmp_path):
     names: dict = {}
     exec(BY_NAME["fragments"].path.read_text(), names)
-    parts = "ALL_LANES", "tf32_bits", "mma"
-    source = "kernels/flash_attention.cu"
-    text = whole(Exercise("fragments", (), source=source, header="flash_attention.cuh", parts=parts))
+    head, parts = "#define WARP_SIZE 32", ("tf32_bits", "mma")
+    text = whole(Exercise("fragments", (), source="kernels/mma.cuh", parts=parts, head=head))
     (tmp_path / "mma.cu").write_text(text.replace("../../kernels", str(ROOT / "kernels")) + """
 extern "C" __global__ void mma_kernel(float* d, const float* a, const float* b, const float* c) {
     float result[4], lane_a[4], lane_c[4];

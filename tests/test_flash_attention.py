@@ -117,18 +117,18 @@ def check(got: tuple, want: tuple) -> None:
 @settings(max_examples=8)
 @given(
     B=st.integers(1, 3), T=st.integers(8, 200), group=st.integers(1, 3), NKV=st.integers(1, 2),
-    HS=st.sampled_from((64, 128)), least_blocks=st.sampled_from((1, 1000)),
+    HS=st.sampled_from((64, 128)), min_blocks=st.sampled_from((1, 1000)),
 )  # fmt: skip
-@example(B=1, T=1, group=1, NKV=1, HS=64, least_blocks=1)
-@example(B=1, T=256, group=1, NKV=2, HS=64, least_blocks=1)  # whole tiles
-@example(B=1, T=300, group=1, NKV=1, HS=64, least_blocks=1)
-@example(B=3, T=13, group=1, NKV=1, HS=128, least_blocks=1)  # less than a tile
-@example(B=1, T=140, group=6, NKV=1, HS=64, least_blocks=1000)
-@example(B=2, T=200, group=3, NKV=2, HS=128, least_blocks=1)  # a block of backward_key takes three query heads
-def test_flash_attention_matches_softmax_attention_in_float64(dev, B, T, group, NKV, HS, least_blocks):
+@example(B=1, T=1, group=1, NKV=1, HS=64, min_blocks=1)
+@example(B=1, T=256, group=1, NKV=2, HS=64, min_blocks=1)  # whole tiles
+@example(B=1, T=300, group=1, NKV=1, HS=64, min_blocks=1)
+@example(B=3, T=13, group=1, NKV=1, HS=128, min_blocks=1)  # less than a tile
+@example(B=1, T=140, group=6, NKV=1, HS=64, min_blocks=1000)
+@example(B=2, T=200, group=3, NKV=2, HS=128, min_blocks=1)  # a block of backward_key takes three query heads
+def test_flash_attention_matches_softmax_attention_in_float64(dev, B, T, group, NKV, HS, min_blocks):
     qkv, dout = make_inputs(np.random.default_rng([B, T, group, NKV, HS]), B, T, group * NKV, NKV, HS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash_attention, "LEAST_BLOCKS", least_blocks)
+        patch.setattr(flash_attention, "min_blocks", lambda: min_blocks)
         check(run(dev, qkv, dout), reference(qkv, dout))
 
 
@@ -175,8 +175,8 @@ def test_scores_that_grow_and_shrink_by_hundreds_keep_their_precision(dev, rng):
 def test_what_is_not_finite_is_handed_on(dev, rng, monkeypatch, shape, value):
     # In TF32, tests/test_nonfinite.py says more.
     B, T, NH, NKV, HS = shape
-    for spoiled, least_blocks in itertools.product((0, 1), (1, 1000)):
-        monkeypatch.setattr(flash_attention, "LEAST_BLOCKS", least_blocks)
+    for spoiled, min_blocks in itertools.product((0, 1), (1, 1000)):
+        monkeypatch.setattr(flash_attention, "min_blocks", lambda blocks=min_blocks: blocks)
         inputs = make_inputs(rng, *shape)
         inputs[spoiled].reshape(-1)[rng.integers(inputs[spoiled].size)] = value
         memory = guarded(dev)
@@ -193,7 +193,7 @@ def test_what_is_not_finite_is_handed_on(dev, rng, monkeypatch, shape, value):
 
 @pytest.mark.parametrize("B, NKV", [(911, 12), (1639, 4)])
 def test_offsets_past_two_to_the_31_elements(dev, monkeypatch, B, NKV):
-    monkeypatch.setattr(flash_attention, "LEAST_BLOCKS", 1)  # so that one sequence is computed as many are
+    monkeypatch.setattr(flash_attention, "min_blocks", lambda: 1)  # so that one sequence is computed as many are
     if dev.kind != "cuda" or dev.memory()[0] < 60 << 30:
         pytest.skip("needs a GPU with 60 GiB free")
     # B * T * (NH + 2 NKV) * HS is 2^31 and a bit; the last batch row must come out as it does alone.
@@ -230,6 +230,44 @@ def test_wgmma_is_taken_where_the_gpu_its_compiler_and_the_precision_have_it(mon
     device.use("cpu")
     device.use_precision("bf16")
     assert not flash_attention.has_wgmma()
+
+
+# Multiprocessors and bytes of L2; then from how many blocks on backward_key takes whole groups of heads, and how many
+# heads have their keys and values, 256 KiB, in L2 at a time.
+HOPPERS = {
+    "H100 SXM and H200": (132, 50 << 20, 264, 128),
+    "H100 PCIe": (114, 50 << 20, 228, 128),
+    "GH200": (132, 60 << 20, 264, 153),
+    "half of an H100": (60, 25 << 20, 120, 64),
+}
+
+
+@pytest.mark.parametrize("name", HOPPERS)
+def test_the_schedule_follows_the_gpus_multiprocessors_and_l2(name, monkeypatch):
+    multiprocessors, l2_bytes, blocks, heads_in_l2 = HOPPERS[name]
+    device.use("cpu")
+    device.use_precision("bf16")
+    for attribute, value in ("multiprocessors", multiprocessors), ("l2_bytes", l2_bytes):
+        monkeypatch.setattr(device.current.device, attribute, value)
+    T, NH, NKV, HS, launches = 1024, 4, 2, 64, {}
+
+    def launch(name: str, grid: tuple, block: tuple, arguments: tuple, shared_mem: int) -> None:
+        launches[name] = grid, arguments[-1]  # the last argument is the group
+
+    monkeypatch.setattr(flash_attention, "has_wgmma", lambda: True)
+    monkeypatch.setattr(flash_attention.hopper, "launch", launch)
+    monkeypatch.setattr(flash_attention.cu, "launch", lambda *arguments: None)
+    tiles = T // 128  # blocks of backward_key for each head of keys
+    few, enough = (blocks - 1) // (NKV * tiles), -(-blocks // (NKV * tiles))
+    for B in few, enough:
+        q, kv = (np.zeros((B, T, heads, HS), np.uint16) for heads in (NH, NH + 2 * NKV))
+        flash_attention_backward(kv, q, q, np.zeros((B, NH, T), FP32), kv, B, T, NH, NKV, HS)
+        grid, group = launches["flash_attention_backward_key_wgmma_kernel_64"]
+        whole_groups = B == enough
+        assert grid == (B * (NKV if whole_groups else NH) * tiles,)
+        assert group == heads_in_l2 * (1 if whole_groups else NH // NKV)
+        assert launches["flash_attention_backward_query_wgmma_kernel_64"][1] == heads_in_l2 * NH // NKV
+        assert ("dkv_heads" in flash_attention.scratch_of_flash(B, T, NH, NKV, HS)) != whole_groups
 
 
 def test_observers_see_the_array_behind_a_tensor_map():

@@ -198,6 +198,26 @@ def test_launchers_know_no_model_no_rank_and_no_setting():
     assert len(found) > 10 and not any(found.values()), {name: words for name, words in found.items() if words}
 
 
+def test_no_line_of_cuda_or_cpp_is_longer_than_120_columns():
+    files = {
+        str(path.relative_to(ROOT)): path for folder in ("kernels", "device", "exercises", "tests")
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in (".cu", ".cuh", ".h", ".cpp") and "work" not in path.relative_to(ROOT).parts
+    }  # fmt: skip
+    assert {"kernels/common.cuh", "device/cpp/runtime.cpp", "device/cpp/runtime.h", "tests/cu/warps.cu"} <= files.keys()
+    long = {
+        f"{name}:{number}" for name, path in files.items()
+        for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120
+    }  # fmt: skip
+    assert not long
+
+
+def test_a_module_of_the_floors_below_the_scripts_has_at_most_400_lines():
+    sizes = {path: len((ROOT / path).read_text().splitlines()) for floor in range(3) for path in files_on(floor)}
+    assert {"device/cuda.py", "kernels/gelu.py", "llmc/ranks/exchange.py"} <= sizes.keys()
+    assert max(sizes.values()) <= 400, {path: lines for path, lines in sizes.items() if lines > 400}
+
+
 def test_a_training_script_names_nothing_of_hugging_face():
     """But for the remedy where there is no model file: the program that imports one."""
     for path in files_on(FLOORS.index("train_*")):

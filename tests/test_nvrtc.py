@@ -34,8 +34,8 @@ MAY_SPILL = {
 NEW = f"\n__device__ int compiled_at_{time.time_ns()};\n"
 
 
-# What kernels may read before grid_dependency_synchronize (common.cuh), by the instruction's name: weights, and a
-# position that only says what to prefetch.
+# What kernels may read before grid_dependency_synchronize (dependent_launch.cuh), by the instruction's name: weights,
+# and a position that only says what to prefetch.
 MAY_READ = {
     "matvec_kernel": "ld.global",
     "matvec_fp8_kernel": "ld.global",

@@ -110,6 +110,57 @@ def test_a_launch_that_was_not_there_before_is_an_error():
     device.use("cpu")
 
 
+def with_scratch(of_side: tuple[str, int], of_main: tuple[str, int]):
+    """Calls of a recorded work in which each stream puts a matrix into scratch, of a purpose and so many floats, and
+    multiplies it. Between the two the main stream overwrites what the side stream has put there. Returns the bytes of
+    both products after each of four calls on the current device, and the plan."""
+    rng = np.random.default_rng(2)
+    a, b, weight, gradient, out = rng.uniform(-1, 1, (5, SIDE, SIDE)).astype(np.float32)
+
+    def product(c, of: tuple[str, int], inp) -> None:
+        matrix = device.scratch(of[0], (of[1],), np.float32)[: SIDE * SIDE].reshape(SIDE, SIDE)
+        device.copy(matrix, inp)
+        device.gemm(c, matrix, weight, SIDE, SIDE, SIDE)
+
+    def work() -> None:
+        product(gradient, of_side, a)
+        device.copy(a, b)
+        product(out, of_main, b)
+
+    recorded, found = device.record(work, [gradient]), []
+    for _ in range(4):
+        recorded()
+        device.synchronize()
+        found.append(gradient.tobytes() + out.tobytes())
+        device.copy(a, out)
+    return found, recorded.plans[()]
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (32, 16), (16, 32)], ids=str)
+def test_streams_that_share_a_purpose_of_scratch_wait_for_one_another(sizes):
+    """Also if the purpose's memory grows while the launches are noted: each is replayed on the memory that it had."""
+    results, waits = {}, {}
+    for kind in device.CpuDevice, LazyDevice, EagerDevice:
+        for purposes in ("one", "one"), ("one", "other"):
+            device.current.device = kind()
+            found, plan = with_scratch(*zip(purposes, sizes, strict=True))
+            assert plan.side == [True, True, False, False, False]
+            results[kind, purposes], waits[purposes] = found, plan.waits
+    device.use("cpu")
+    assert len(set(map(tuple, results.values()))) == 1
+    assert waits["one", "other"] == [None, None, 0, None, None]
+    assert waits["one", "one"] == [None, None, 0, 1 if sizes[0] >= sizes[1] else None, None]
+
+
+def test_scratch_on_a_stream_that_no_plan_orders_is_an_error():
+    device.current.device = gpu = LazyDevice()
+    with gpu.on(gpu.update_stream), pytest.raises(RuntimeError, match="scratch 'one' on a stream that is not recorded"):
+        device.scratch("one", (4,), np.float32)
+    with gpu.on(gpu.side_stream):
+        device.scratch("one", (4,), np.float32)
+    device.use("cpu")
+
+
 def plan_of(config, attention: str, B: int, rate: float) -> recording.Plan:
     """The plan of a training step's forward and backward pass."""
     device.use("cpu")

@@ -167,14 +167,18 @@ def wgmma():
     """Flash attention by Hopper's matrix product, of more tiles than are in shared memory at a time. Query heads that
     share keys have a block of backward_key each, or one together."""
     device.use_precision("bf16")
-    rng, usual = np.random.default_rng(6), flash_attention.LEAST_BLOCKS
-    for T, NH, HS, least_blocks in (261, 2, 64, usual), (261, 1, 128, usual), (197, 2, 64, 1), (197, 2, 128, 1):
-        flash_attention.LEAST_BLOCKS, sizes = least_blocks, (1, T, NH, 1, HS)
+    rng, usual = np.random.default_rng(6), flash_attention.min_blocks
+
+    def one() -> int:
+        return 1
+
+    for T, NH, HS, min_blocks in (261, 2, 64, usual), (261, 1, 128, usual), (197, 2, 64, one), (197, 2, 128, one):
+        flash_attention.min_blocks, sizes = min_blocks, (1, T, NH, 1, HS)
         qkv, dout = (device.to_bf16(normal(rng, 1, T, heads, HS)) for heads in (NH + 2, NH))
         dqkv, out, lse = np.zeros_like(qkv), np.zeros_like(dout), np.zeros((1, NH, T), np.float32)
         flash_attention_forward(out, lse, qkv, *sizes, wgmma=True)
         flash_attention_backward(dqkv, dout, out, lse, qkv, *sizes, wgmma=True)
-    flash_attention.LEAST_BLOCKS = usual
+    flash_attention.min_blocks = usual
     device.use_precision("fp32")
 
 

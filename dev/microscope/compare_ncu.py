@@ -135,7 +135,7 @@ def counts_of(watched: Watched) -> dict[str, int]:
     """The same counters of a launch under the microscope."""
     steps = watched.steps[watched.steps["array"] >= 0]
     shared = np.array([array.shared for array in watched.arrays])[steps["array"]]
-    # cp.async (flash_attention.cu's copy_four and copy_one) stores to shared memory here, but is no store for ncu.
+    # cp.async (copy_four and copy_one of async_copy.cuh) stores to shared memory here, but is no store for ncu.
     copying = [pc for pc, place in watched.places.items() if "copy_" in place.innermost()]
     copies = shared & np.isin(steps["pc"], copying)
     counts = {"copies to shared memory": int(copies.sum())}

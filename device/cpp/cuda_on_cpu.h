@@ -16,7 +16,8 @@
 #include "runtime.h"
 
 #if defined __GNUC__ && !defined __clang__ && !defined __FAST_MATH__ && defined __OPTIMIZE__
-#define __FAST_MATH__ 1         // glibc then declares the vector variants of expf, tanhf ... (-fno-finite-math-only unsets it)
+// glibc then declares the vector variants of expf, tanhf ... (-fno-finite-math-only unsets it)
+#define __FAST_MATH__ 1
 #endif
 #include <math.h>
 #include <stdint.h>
@@ -41,7 +42,8 @@
 #endif
 
 #undef assert
-#define assert(condition) ((condition) ? (void)0 : llmc::fail(threadIdx, "assertion `" #condition "` failed", __FILE__, __LINE__))
+#define assert(condition) \
+    ((condition) ? (void)0 : llmc::fail(threadIdx, "assertion `" #condition "` failed", __FILE__, __LINE__))
 
 // ---- built-in variables. They are signed, unlike CUDA's: so the compiler knows that an index made from them does not
 // wrap around from one thread to the next. They are static, so the compiler knows that no pointer points to them.
@@ -112,8 +114,8 @@ inline float __expf(float exponent) {
 }
 inline float __fdividef(float x, float y) { return x / y; }
 
-// Atomic, since blocks run on several OS threads. Returns the old value, as CUDA's does. The compiler deduces T from the
-// pointer alone, so that atomicAdd(unsigned*, int) is legal.
+// Atomic, since blocks run on several OS threads. Returns the old value, as CUDA's does. The compiler deduces T from
+// the pointer alone, so that atomicAdd(unsigned*, int) is legal.
 template <class T> inline T atomicAdd(T* p, std::common_type_t<T> value) {
     T old, updated;
     __atomic_load(p, &old, __ATOMIC_RELAXED);
@@ -160,7 +162,8 @@ inline void cpu_warp_together(unsigned mask, T& mine, F together, const char* wh
     static_assert(std::is_empty<F>::value, "a function for the whole warp cannot capture one lane's variables");
     (void)together;             // it captures nothing, so it has no data: any object of its type can be called
     llmc::KeepThread keep;
-    llmc::warp_wait(threadIdx, mask, &mine, [](void* const* lanes) { char any; (*(F*)&any)((T* const*)lanes); }, what, file, line);
+    const auto call = [](void* const* lanes) { char any; (*(F*)&any)((T* const*)lanes); };
+    llmc::warp_wait(threadIdx, mask, &mine, call, what, file, line);
 #endif
 }
 
@@ -173,7 +176,9 @@ namespace llmc {
 // From which lane does `lane` read? As in CUDA, a lane that would read outside its segment of `width` lanes reads its
 // own.
 struct FromIndex { static int source(int lane, int i, int w) { return (lane & -w) | (i & (w - 1)); } };
-struct FromXor { static int source(int lane, int i, int w) { return ((lane ^ i) & -w) <= (lane & -w) ? lane ^ i : lane; } };
+struct FromXor {
+    static int source(int lane, int i, int w) { return ((lane ^ i) & -w) <= (lane & -w) ? lane ^ i : lane; }
+};
 struct FromDown { static int source(int lane, int i, int w) { return (lane & (w - 1)) + i >= w ? lane : lane + i; } };
 
 template <class From, class T>
@@ -185,7 +190,7 @@ inline T shuffle(unsigned mask, T value, int argument, int width, const char* wh
                 if (!lanes[lane]) continue;
                 Shuffle* from = lanes[From::source(lane, lanes[lane]->argument, lanes[lane]->width) % WARP_SIZE];
                 if (from) lanes[lane]->result = from->value;
-                else memset(&lanes[lane]->result, 0xff, sizeof(T));  // undefined in CUDA; here a NaN, so that it is noticed
+                else memset(&lanes[lane]->result, 0xff, sizeof(T));  // undefined in CUDA; here a NaN, which shows
             }
         }, what, file, line);
     return mine.result;

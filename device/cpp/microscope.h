@@ -67,8 +67,8 @@ struct Result {                             // of a launch
 
 struct Seen { Access access; uint32_t clock; int epoch; };
 struct Accesses {                           // of one kind, with which a later access of another kind may race
-    Seen of_blocks[2]{{{0, -1, -1}}, {{0, -1, -1}}};                    // by two different blocks
-    std::vector<Seen> of_threads;           // in this block since its last barrier
+    Seen by_block[2]{{{0, -1, -1}}, {{0, -1, -1}}};                     // by two different blocks
+    std::vector<Seen> by_thread;            // in this block since its last barrier
 };
 struct Element {                            // the accesses to an element of an array since it was last stored to
     Seen stored{{0, -1, -1}};
@@ -117,21 +117,26 @@ static void look_for_races(const Event& e, int thread) {
         Element& element = state.elements[e.array][at];
         auto against = [&](const Seen& before) {
             if (before.access.thread < 0) return;
-            if (array.space != DEVICE && before.access.block != state.block) return;  // another block's own shared memory
+            // Another block's own shared memory.
+            if (array.space != DEVICE && before.access.block != state.block) return;
             if (!ordered(before, thread, state.block)) note_race(before, now, e.array, array.item * at);
         };
         auto against_all = [&](const Accesses& accesses) {
-            for (const Seen& one : accesses.of_threads) if (one.access.block == state.block) against(one);
-            for (const Seen& one : accesses.of_blocks) if (one.access.block != state.block) against(one);
+            for (const Seen& one : accesses.by_thread) if (one.access.block == state.block) against(one);
+            for (const Seen& one : accesses.by_block) if (one.access.block != state.block) against(one);
         };
         auto add = [&](Accesses& accesses) {
-            std::vector<Seen>& known = accesses.of_threads;
-            if (!known.empty() && (known[0].epoch != state.epoch || known[0].access.block != state.block)) known.clear();
-            auto same = std::find_if(known.begin(), known.end(), [&](const Seen& one) { return one.access.thread == thread; });
+            std::vector<Seen>& known = accesses.by_thread;
+            const auto is_old = [&](const Seen& one) {
+                return one.epoch != state.epoch || one.access.block != state.block;
+            };
+            const auto is_ours = [&](const Seen& one) { return one.access.thread == thread; };
+            if (!known.empty() && is_old(known[0])) known.clear();
+            auto same = std::find_if(known.begin(), known.end(), is_ours);
             if (same != known.end()) *same = seen;
             else known.push_back(seen);
-            if (accesses.of_blocks[0].access.block == state.block) return;
-            accesses.of_blocks[1] = accesses.of_blocks[0], accesses.of_blocks[0] = seen;
+            if (accesses.by_block[0].access.block == state.block) return;
+            accesses.by_block[1] = accesses.by_block[0], accesses.by_block[0] = seen;
         };
         against(element.stored);
         if (e.kind != LOAD) against_all(element.loads);
@@ -186,7 +191,8 @@ static void touch(void* pc, const volatile void* address, size_t size, Kind kind
 
 // Several bytes that are no vector: logs their words, one after the other.
 static void touch_range(void* pc, const volatile char* address, size_t size, Kind kind) {
-    if (size == 1 || size == 2 || size == 4 || size == 8 || size == 16 || size == 32) return touch(pc, address, size, kind);
+    const bool is_word = size == 1 || size == 2 || size == 4 || size == 8 || size == 16 || size == 32;
+    if (is_word) return touch(pc, address, size, kind);
     for (size_t i = 0; i < size; i += 4) touch(pc, address + i, size - i < 4 ? size - i : 4, kind);
 }
 
@@ -200,7 +206,8 @@ struct Replay {
     const Event *at[32], *end[32];
     int epoch[32] = {}, warp;
     std::map<char*, std::set<char*>> after; // from each basic block, those to which lanes go; null is the kernel's end
-    std::map<char*, char*> meeting_points;  // of each basic block, the immediate post-dominator; null if no lane does more there
+    // Of each basic block, the immediate post-dominator; null if no lane does more there.
+    std::map<char*, char*> meeting_points;
 
     char* block_of(int lane) { return at[lane] == end[lane] ? nullptr : at[lane]->pc; }
 
@@ -331,7 +338,8 @@ struct Replay {
         for (ways.erase(nullptr); !ways.empty(); ways.erase(nullptr)) {
             auto first = std::find_if(ways.begin(), ways.end(), [&](auto& one) {
                 return std::none_of(ways.begin(), ways.end(), [&](auto& other) {
-                    return other.first != one.first && reaches(other.first, one.first) && !reaches(one.first, other.first);
+                    return other.first != one.first && reaches(other.first, one.first) &&
+                        !reaches(one.first, other.first);
                 });
             });
             auto [block, lanes] = *first;
@@ -450,11 +458,14 @@ extern "C" void __tsan_read_range(void* p, size_t size) { LLMC_SEEN_RANGE(p, siz
 extern "C" void __tsan_write_range(void* p, size_t size) { LLMC_SEEN_RANGE(p, size, STORE); }
 
 // CUDA's atomics are loops here, of a load and a compare-and-exchange. The latter counts as the whole atomic.
-#define LLMC_ATOMICS(bits, type)                                                                                           \
-    extern "C" type __tsan_atomic##bits##_load(const volatile type* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); } \
-    extern "C" int __tsan_atomic##bits##_compare_exchange_weak(volatile type* p, type* expected, type value, int, int) {   \
-        LLMC_SEEN(p, sizeof *p, ATOMIC);                                                                                   \
-        return __atomic_compare_exchange_n(p, expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                 \
+#define LLMC_ATOMICS(bits, type)                                                                           \
+    extern "C" type __tsan_atomic##bits##_load(const volatile type* p, int) {                              \
+        return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                       \
+    }                                                                                                      \
+    extern "C" int __tsan_atomic##bits##_compare_exchange_weak(                                            \
+        volatile type* p, type* expected, type value, int, int) {                                          \
+        LLMC_SEEN(p, sizeof *p, ATOMIC);                                                                   \
+        return __atomic_compare_exchange_n(p, expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
     }
 LLMC_ATOMICS(32, uint32_t)
 LLMC_ATOMICS(64, uint64_t)

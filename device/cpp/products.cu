@@ -1,10 +1,10 @@
 // Products of matrices on the CPU device, by the workers that run kernels (runtime.cpp).
 //
-// A block computes a rectangle of c. It copies DEPTH columns of its rows of a to a buffer that stays in the second-level
-// cache. Then it copies a panel of b, DEPTH rows and COLUMNS columns, to a buffer that stays in the first-level cache,
-// and multiplies ROWS rows of a with this panel at a time. Their sums stay in registers: it loads a vector of b once
-// for ROWS rows, and a number of a once for COLUMNS columns. Both buffers hold the numbers in the order in which they
-// are used, so it hardly matters how a and b lie in memory.
+// A block computes a rectangle of c. It copies DEPTH columns of its rows of a to a buffer that stays in the
+// second-level cache. Then it copies a panel of b, DEPTH rows and COLUMNS columns, to a buffer that stays in the
+// first-level cache, and multiplies ROWS rows of a with this panel at a time. Their sums stay in registers: it loads a
+// vector of b once for ROWS rows, and a number of a once for COLUMNS columns. Both buffers hold the numbers in the
+// order in which they are used, so it hardly matters how a and b lie in memory.
 #if defined __SSE__
 #include <xmmintrin.h>
 #endif
@@ -23,7 +23,7 @@ constexpr int LANES = 4, ROWS = 6;
 constexpr int COLUMNS = 2 * LANES, DEPTH = 256;
 constexpr int LINE = 16;  // numbers in a line of the cache
 // device/cpu.py knows these: how many rows a block can have, and the values of `causal`
-constexpr int MOST_ROWS = 264, CAUSAL_C = 1, CAUSAL_A = 2;
+constexpr int MAX_ROWS = 264, CAUSAL_C = 1, CAUSAL_A = 2;
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -53,7 +53,7 @@ inline void transpose(float* to, const float* from, size_t stride, int count, in
     }
 }
 
-// Which terms of a part of a sum are needed: those from `from` on, in front of `upto`. The others are 0.
+// Which terms of a part of a sum are needed: those from `from` on, below `upto`. The others are 0.
 struct Terms {
     int from, upto;
 };
@@ -88,17 +88,17 @@ inline void pack(float* to, const float* from, size_t stride, size_t step, int c
 
 // c (m,n) = op(a) (m,k) @ op(b) (k,n) + beta * c, for gridDim.z products, whose matrices follow one another in c, a and
 // b. If beta is 0, c is not read. With trans_a, a lies in memory as (k,m) and op transposes it; trans_b likewise. Block
-// (x, y, z) has one thread. The blocks share out the columns by x and the rows by y, at most MOST_ROWS each. A sum adds
+// (x, y, z) has one thread. The blocks share out the columns by x and the rows by y, at most MAX_ROWS each. A sum adds
 // at most DEPTH terms at a time, in the order of k. It does not depend on the grid.
 //
 // CAUSAL: which matrix is causal attention, none, c or a. In memory it consists of (T,T) matrices one below another.
-// Above their diagonals a is 0, and nobody reads c. A block leaves these terms and numbers out, for ROWS rows at a time.
-// Rows, or a part of a sum, that reach into the next matrix are done in full. It is a template, because the tests for
-// this would make all other products 1 to 2% slower.
+// Above their diagonals a is 0, and nobody reads c. A block leaves these terms and numbers out, for ROWS rows at a
+// time. Rows, or a part of a sum, that reach into the next matrix are done in full. It is a template, because the tests
+// for this would make all other products 1 to 2% slower.
 template <int CAUSAL>
-inline void multiply(float* packed, float* c, const float* a, const float* b, int m, int n, int k, int trans_a,
+inline void multiply(float* packed_a, float* c, const float* a, const float* b, int m, int n, int k, int trans_a,
                      int trans_b, float beta) {
-    __align__(64) float of_b[COLUMNS * DEPTH];
+    __align__(64) float packed_b[COLUMNS * DEPTH];
     a += (size_t)blockIdx.z * m * k, b += (size_t)blockIdx.z * k * n, c += (size_t)blockIdx.z * m * n;
     const auto share = [](int length, int width, int block, int blocks) {
         return min((int64_t)length, (int64_t)((length + width - 1) / width) * block / blocks * width);
@@ -107,11 +107,11 @@ inline void multiply(float* packed, float* c, const float* a, const float* b, in
     const int left = share(n, COLUMNS, blockIdx.x, gridDim.x), right = share(n, COLUMNS, blockIdx.x + 1, gridDim.x);
     const size_t row_a = trans_a ? 1 : k, step_a = trans_a ? m : 1;
     const size_t column_b = trans_b ? k : 1, step_b = trans_b ? 1 : n;
-    const int parts = (k + DEPTH - 1) / DEPTH, most = (k + parts - 1) / parts;
+    const int parts = (k + DEPTH - 1) / DEPTH, max_depth = (k + parts - 1) / parts;
     const int T = CAUSAL == CAUSAL_C ? n : trans_a ? m : k;
 
-    for (int p = 0; p < k; p += most) {
-        const int depth = min(most, k - p);
+    for (int p = 0; p < k; p += max_depth) {
+        const int depth = min(max_depth, k - p);
         const float factor = p == 0 ? beta : 1.0f;
         const auto all = [=](int) { return Terms{0, depth}; };
         const auto terms = [=](int i) {  // of rows i to i + ROWS - 1
@@ -119,11 +119,11 @@ inline void multiply(float* packed, float* c, const float* a, const float* b, in
             if (trans_a) return Terms{p % T + depth <= T ? max(0, min(i - p % T, depth)) : 0, depth};
             return Terms{0, i % T + ROWS <= T ? max(0, min(i % T + ROWS - p, depth)) : depth};
         };
-        pack<ROWS>(packed, a + begin * row_a + p * step_a, row_a, step_a, end - begin, depth,
+        pack<ROWS>(packed_a, a + begin * row_a + p * step_a, row_a, step_a, end - begin, depth,
                    [&](int l) { return terms(begin + l); });
         for (int j = left; j < right; j += COLUMNS) {
             const float* panel = b + j * column_b + p * step_b;
-            pack<COLUMNS>(of_b, panel, column_b, step_b, min(COLUMNS, right - j), depth, all);
+            pack<COLUMNS>(packed_b, panel, column_b, step_b, min(COLUMNS, right - j), depth, all);
             // Meanwhile the next panel comes to the cache: a few lines of it for each ROWS rows of c.
             const int length = trans_b ? depth / LINE : max(1, COLUMNS / LINE);  // of a column or row of it, in lines
             const int lines = j + 2 * COLUMNS <= right ? length * (trans_b ? COLUMNS : depth) : 0;
@@ -140,8 +140,8 @@ inline void multiply(float* packed, float* c, const float* a, const float* b, in
                 for (int r = 0; r < ROWS; r++) {  // both lines of the cache, if c is not aligned
                     __builtin_prefetch(to + (size_t)r * n, 1), __builtin_prefetch(to + (size_t)r * n + COLUMNS - 1, 1);
                 }
-                const float* x = packed + (i - begin) * depth + needed.from * ROWS;
-                const Vector* y = reinterpret_cast<const Vector*>(of_b) + needed.from * 2;
+                const float* x = packed_a + (i - begin) * depth + needed.from * ROWS;
+                const Vector* y = reinterpret_cast<const Vector*>(packed_b) + needed.from * 2;
                 Vector sums[ROWS][2] = {};
 #pragma GCC unroll 4  // otherwise the loop's speed depends on its address, by up to a tenth
                 for (int q = needed.from; q < needed.upto; q++, x += ROWS, y += 2) {
@@ -171,8 +171,8 @@ inline void multiply(float* packed, float* c, const float* a, const float* b, in
 
 extern "C" __global__ void product_kernel(float* c, const float* a, const float* b, int m, int n, int k, int trans_a,
                                           int trans_b, float beta, int causal) {
-    __shared__ __align__(64) float packed[MOST_ROWS * DEPTH];
-    if (causal == CAUSAL_C) multiply<CAUSAL_C>(packed, c, a, b, m, n, k, trans_a, trans_b, beta);
-    else if (causal == CAUSAL_A) multiply<CAUSAL_A>(packed, c, a, b, m, n, k, trans_a, trans_b, beta);
-    else multiply<0>(packed, c, a, b, m, n, k, trans_a, trans_b, beta);
+    __shared__ __align__(64) float packed_a[MAX_ROWS * DEPTH];
+    if (causal == CAUSAL_C) multiply<CAUSAL_C>(packed_a, c, a, b, m, n, k, trans_a, trans_b, beta);
+    else if (causal == CAUSAL_A) multiply<CAUSAL_A>(packed_a, c, a, b, m, n, k, trans_a, trans_b, beta);
+    else multiply<0>(packed_a, c, a, b, m, n, k, trans_a, trans_b, beta);
 }

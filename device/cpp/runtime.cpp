@@ -132,7 +132,8 @@ inline void make_context(Context& context, char* stack, void (*entry)()) {
 
 // ---- a launch and its workers
 
-struct Launch { Index grid_dim, block_dim; size_t shared_mem; };  // as the loader packs it; the kernel's arguments follow
+// As the loader packs it; the kernel's arguments follow.
+struct Launch { Index grid_dim, block_dim; size_t shared_mem; };
 
 struct Job {
     const Kernel* kernel;
@@ -167,7 +168,8 @@ struct Worker {                             // an OS thread that runs one block 
     unsigned current;                       // the running thread
     // For each warp: the lanes that have not returned, those that can run, those at a barrier, those at a meeting, and
     // those that wait for an mbarrier.
-    unsigned alive[MAX_THREADS], ready[MAX_THREADS], at_barrier[MAX_THREADS], at_meeting[MAX_THREADS], at_mbarrier[MAX_THREADS];
+    unsigned alive[MAX_THREADS], ready[MAX_THREADS];
+    unsigned at_barrier[MAX_THREADS], at_meeting[MAX_THREADS], at_mbarrier[MAX_THREADS];
     unsigned alive_count, at_barrier_count; // threads, in all warps
 
     bool running = false;                   // a kernel, at this moment
@@ -191,10 +193,11 @@ static Library find_library(const Kernel* kernel) {
         bool is_ours = false;
         for (int i = 0; i < library->dlpi_phnum; i++) {
             const ElfW(Phdr)& segment = library->dlpi_phdr[i];
-            if (segment.p_type == PT_LOAD && (size_t)found.base - library->dlpi_addr - segment.p_vaddr < segment.p_memsz) is_ours = true;
+            const size_t offset = (size_t)found.base - library->dlpi_addr - segment.p_vaddr;
+            if (segment.p_type == PT_LOAD && offset < segment.p_memsz) is_ours = true;
             if (segment.p_type == PT_TLS) found.size = segment.p_memsz;
         }
-        size_t first[2] = {library->dlpi_tls_modid, 0};         // an OS thread has a copy only after it has asked for it
+        size_t first[2] = {library->dlpi_tls_modid, 0};  // an OS thread has a copy only after it has asked for it
         if (!is_ours) {
             found.size = 0;
             return 0;
@@ -216,7 +219,8 @@ const bool EACH_THREAD_IS_A_FIBER = false;
 #endif
 
 static std::string numbered(const char* what, Index i) {
-    return std::string(what) + " (" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
+    const std::string x = std::to_string(i.x), y = std::to_string(i.y), z = std::to_string(i.z);
+    return std::string(what) + " (" + x + ", " + y + ", " + z + ")";
 }
 
 static std::string source_line(const char* file, int line) {
@@ -339,8 +343,9 @@ static void report_deadlock(Worker& w) {
     }
     std::string message = ": deadlock:", separator = " ";
     for (auto& [key, group] : groups) {
-        message += separator + std::to_string(group.count) + (group.count > 1 ? " threads wait at " : " thread waits at ")
-            + std::get<0>(key) + " (" + std::get<1>(key) + ", first " + numbered("thread", group.first) + ")";
+        const char* waits = group.count > 1 ? " threads wait at " : " thread waits at ";
+        message += separator + std::to_string(group.count) + waits + std::get<0>(key)
+            + " (" + std::get<1>(key) + ", first " + numbered("thread", group.first) + ")";
         separator = ", ";
     }
     abandon(w, message);
@@ -482,7 +487,8 @@ void block_wait(Index thread, const char* what, const char* file, int line) {
     run_others(w);
 }
 
-void warp_wait(Index thread, unsigned mask, void* mine, Together together, const char* what, const char* file, int line) {
+void warp_wait(Index thread, unsigned mask, void* mine, Together together, const char* what, const char* file,
+               int line) {
     Worker& w = *self;
 #ifdef LLMC_MICROSCOPE
     microscope::wait(__builtin_return_address(0), microscope::MEETING, what);
@@ -580,7 +586,7 @@ static void run_blocks(Worker& w, Job& job, uint64_t limit) {
     w.random = 20240326;
     w.builtins.blockDim = launch.block_dim;
     w.builtins.gridDim = launch.grid_dim;
-    if (w.shared_size != launch.shared_mem) {                   // exactly as large as the launch says: ASan sees the end
+    if (w.shared_size != launch.shared_mem) {  // exactly as large as the launch says: ASan sees the end
         free(w.shared);
         w.shared = nullptr;
         w.shared_size = launch.shared_mem;
@@ -590,7 +596,7 @@ static void run_blocks(Worker& w, Job& job, uint64_t limit) {
     microscope::launch_begins(w);
 #endif
     block_limit = limit;
-    w.free_stacks = w.stacks;                                   // also the stacks that a failed launch did not give back
+    w.free_stacks = w.stacks;  // also the stacks that a failed launch did not give back
     make_context(w.home, take_stack(w), block_loop);
     provide_signal_stack();
     w.running = true;
@@ -637,7 +643,7 @@ struct Pool {
     }
 
     // How many workers are to help with the blocks that are left. To wake one costs a few microseconds, and it starts a
-    // few microseconds later. So there is one for each 20 us of the blocks behind the first.
+    // few microseconds later. So there is one for each 20 us of the blocks after the first.
     int helpers_for(double us_of_block, uint64_t left) const {
         return (int)std::min({us_of_block * (left - 1) / 20, workers - 1.0, left - 1.0});
     }
@@ -646,8 +652,8 @@ struct Pool {
         using namespace std::chrono;
         const auto start = steady_clock::now();
         const auto us_passed = [&] { return duration<double, std::micro>(steady_clock::now() - start).count(); };
-        // The kernel's last launch tells how long a block takes. If there was none, or if by that the launch is short, the
-        // caller runs the first block by itself to find out.
+        // The kernel's last launch tells how long a block takes. If there was none, or if by that the launch is short,
+        // the caller runs the first block by itself to find out.
         double& us = us_of_block[job.kernel];
         int helpers = helpers_for(us, job.blocks);
         if (helpers < 1) {
@@ -672,7 +678,7 @@ struct Pool {
 };
 
 static std::mutex* launch_mutex = new std::mutex;               // one launch at a time
-static Pool* pool;                                              // never destroyed: its threads live as long as the process
+static Pool* pool;  // never destroyed: its threads live as long as the process
 
 static unsigned worker_count() {
 #if defined LLMC_SANITIZE || defined LLMC_MICROSCOPE
@@ -690,7 +696,8 @@ static std::string run_launch(const Kernel* kernel, const Launch* launch) {
     std::string name = kernel->name;
     if (g.x < 1 || g.y < 1 || g.z < 1 || g.y > 65535 || g.z > 65535)
         return name + ": CUDA takes no such " + numbered("grid", g);
-    if (b.x < 1 || b.y < 1 || b.z < 1 || b.x > MAX_THREADS || b.y > MAX_THREADS || b.z > 64 || b.x * b.y * b.z > MAX_THREADS)
+    if (b.x < 1 || b.y < 1 || b.z < 1 || b.x > MAX_THREADS || b.y > MAX_THREADS || b.z > 64 ||
+        b.x * b.y * b.z > MAX_THREADS)
         return name + ": CUDA takes no such " + numbered("block", b);
     if (kernel->max_threads && b.x * b.y * b.z > kernel->max_threads)
         return name + ": " + numbered("block", b) + " has more threads than the kernel's __launch_bounds__, "

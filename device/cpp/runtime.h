@@ -32,7 +32,8 @@ void block_wait(Index thread, const char* what, const char* file, int line);
 // own. The last lane to come calls `together` with all these pointers (null for a lane that takes no part), and
 // `together` may read and write through them.
 typedef void (*Together)(void* const* lanes);
-void warp_wait(Index thread, unsigned mask, void* mine, Together together, const char* what, const char* file, int line);
+void warp_wait(Index thread, unsigned mask, void* mine, Together together, const char* what, const char* file,
+               int line);
 
 // An mbarrier in shared memory. A phase ends when no arrival and no byte is missing; phases have parity 0, 1, 0 ...
 struct MBarrier {
@@ -42,7 +43,8 @@ struct MBarrier {
 };
 void mbarrier_init(MBarrier& barrier, int count);
 void mbarrier_add(MBarrier& barrier, int arrivals, int bytes);      // bytes that come; those to wait for are negative
-void mbarrier_wait(Index thread, const MBarrier& barrier, bool parity, const char* file, int line);  // for a phase's end
+// Waits for a phase's end.
+void mbarrier_wait(Index thread, const MBarrier& barrier, bool parity, const char* file, int line);
 
 void* dynamic_shared();         // the launch's shared_mem bytes for this block, aligned to 128
 

@@ -1,19 +1,12 @@
 """Flash attention's triangle of tiles for one head: which block does which, and in which order the blocks start."""
 
-import re
-from pathlib import Path
-
+from device.sources import constants_of
 from doc.draw.figure import Figure
-
-SOURCE = Path(__file__).resolve().parents[2] / "kernels" / "flash_attention.cu"
-
-
-def constant(name: str) -> int:
-    return int(re.search(rf"^constexpr int {name} = (\d+);", SOURCE.read_text(), re.M)[1])
-
+from kernels import flash_attention
 
 T, HS = 1024, 64
-WARPS, ROWS = constant("WARPS"), constant("TILE_FLOATS") // HS
+CONSTANTS = constants_of(flash_attention.cu.path)
+WARPS, ROWS = CONSTANTS["WARPS"], CONSTANTS["TILE_FLOATS"] // HS
 TILES, BLOCKS = T // ROWS, T // ROWS // WARPS
 CELL = 9
 SIDE = TILES * CELL

@@ -1,18 +1,18 @@
 """Which banks the 32 lanes of an access meet: a column of a square tile, the same with rows of 33, the tile of
-common.cuh."""
+tile.cuh."""
 
 import re
 from pathlib import Path
 
 from doc.draw.figure import Figure
 
-COMMON = Path(__file__).resolve().parents[2] / "kernels" / "common.cuh"
+SOURCE = Path(__file__).resolve().parents[2] / "kernels" / "tile.cuh"
 BANKS, LANES, CELL, LEFT, MOST = 32, 32, 25, 70, 4
 
 
 def constants() -> tuple[int, int, int]:
     """Rows and columns of the Tile, and threads of a row of its block."""
-    text = COMMON.read_text()
+    text = SOURCE.read_text()
     tile = int(re.search(r"constexpr int TILE = (\d+),", text)[1])
     more = int(re.search(r"float at\[TILE\]\[TILE_COLUMNS \+ (\d+)\];", text)[1])
     return tile, tile + more, int(re.search(r"TILE_THREADS = WARP_SIZE > 1 \? (\d+)", text)[1])
@@ -23,7 +23,7 @@ def draw() -> str:
     cases = (
         ("A column of a tile with rows of 32: lane i wants tile[i][0], word 32 i", lambda i: 32 * i),
         ("The same with rows of 33: word 33 i", lambda i: 33 * i),
-        (f"Tile of common.cuh, {tile} x {row}: lane (x, y) puts the first of four floats into tile[y][4 x]",
+        (f"Tile of tile.cuh, {tile} x {row}: lane (x, y) puts the first of four floats into tile[y][4 x]",
          lambda i: row * (i // side) + 4 * (i % side)),
         ("Its transposed store: lane (x, y) takes tile[4 x][y]", lambda i: row * 4 * (i % side) + i // side),
     )  # fmt: skip

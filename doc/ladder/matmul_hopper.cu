@@ -7,6 +7,7 @@
 // so M is any number; N and K are multiples of 8, as before.
 #define ARCHITECTURE 90a  // only GPUs of compute capability 9.0 have wgmma
 #define WARP_SIZE 32
+#include "../../kernels/async_copy.cuh"
 #include "../../kernels/hopper.cuh"
 static_assert(WIDTH == 8, "these kernels are compiled with -DfloatX=bf16");
 
@@ -79,8 +80,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) wgmma_kernel(bf16* c, const
         for (int i = threadIdx.x; i < ROWS * DEPTH / 8; i += 256) {
             const int row = i / 8, k = i % 8 * 8, l = i / 16, column = i % 16 * 8;
             const bool a_inside = row0 + row < M && k0 + k < K, b_inside = k0 + l < K && column0 + column < N;
-            copy_four(stage + place<ROWS>(row, k), a_inside ? a + (size_t)(row0 + row) * K + k0 + k : a, a_inside);
-            copy_four(stage + ROWS * DEPTH + place<DEPTH>(l, column),
+            copy_four(stage + swizzled_offset<ROWS>(row, k), a_inside ? a + (size_t)(row0 + row) * K + k0 + k : a,
+                      a_inside);
+            copy_four(stage + ROWS * DEPTH + swizzled_offset<DEPTH>(l, column),
                       b_inside ? b + (size_t)(k0 + l) * N + column0 + column : b, b_inside);
         }
         copies_wait();
@@ -88,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) wgmma_kernel(bf16* c, const
         __syncthreads();
         start_products(sum, stage, warpgroup, k0 > 0);
         wgmma_wait<0>();
-        settle(sum);
+        fence_operand(sum);
         __syncthreads();
     }
     store_products(c, sum, row0, column0, M, N);
@@ -129,7 +131,7 @@ tma_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__
         barrier_wait(full, parity);
         start_products(sum, stage, warpgroup, k0 > 0);
         wgmma_wait<0>();
-        settle(sum);
+        fence_operand(sum);
         __syncthreads();
     }
     store_products(c, sum, row0, column0, M, N);
@@ -162,7 +164,7 @@ struct Ring {
 // Adds up the products of all K, as the tiles come. While one group of products runs, the next is started behind it. A
 // stage is released when the group that reads it has ended.
 template <int N, class R, int STAGES>
-__device__ inline void consume(float (&sum)[N][4], const R& ring, Place<STAGES>& at, int K) {
+__device__ inline void consume(float (&sum)[N][4], const R& ring, PipelineState<STAGES>& at, int K) {
     const int warpgroup = warpgroup_of();
     for (int k0 = 0; k0 < K; k0 += DEPTH) {
         barrier_wait(ring.full[at.stage], at.parity);
@@ -172,7 +174,7 @@ __device__ inline void consume(float (&sum)[N][4], const R& ring, Place<STAGES>&
         at.advance();
     }
     wgmma_wait<0>();
-    settle(sum);
+    fence_operand(sum);
     ring.release(at.before());
 }
 
@@ -181,7 +183,7 @@ __device__ inline void ring_product(bf16* c, const TensorMap& a, const TensorMap
     SHARED_TILES(tiles);
     const Ring<COLUMNS, STAGES> ring(tiles, tiles + STAGES * STAGE<COLUMNS>);
     const int row0 = ROWS * blockIdx.y, column0 = COLUMNS * blockIdx.x;
-    Place<STAGES> at;
+    PipelineState<STAGES> at;
     if (threadIdx.x == 0) ring.init();
     __syncthreads();
     if (warpgroup_of() == 2) {
@@ -239,7 +241,7 @@ __device__ inline void stay(const TensorMap& a, const TensorMap& b, int M, int N
     bf16* const buffer = tiles + STAGES * STAGE<256>;
     const Ring<256, STAGES, BLOCKS> ring(tiles, buffer + BUFFER);
     const int all = ceil_div(M, ROWS * BLOCKS) * ceil_div(N, 256);
-    Place<STAGES> at;
+    PipelineState<STAGES> at;
     if (threadIdx.x == 0) ring.init();
     if (BLOCKS > 1) cluster_wait(); else __syncthreads();
     if (warpgroup_of() == 2) {
@@ -296,7 +298,7 @@ __device__ inline void store_slabs(const TensorMap& c, bf16* buffer, const float
         #pragma unroll
         for (int i = 0; i < 16; i++) {
             const int n = slab * 8 + i / 2, h = i % 2;
-            *reinterpret_cast<unsigned*>(rows + place<16>(g + 8 * h, i / 2 * 8) + 2 * t) =
+            *reinterpret_cast<unsigned*>(rows + swizzled_offset<16>(g + 8 * h, i / 2 * 8) + 2 * t) =
                 to_bf16(sum[n][2 * h], sum[n][2 * h + 1]);
         }
         written_for_async();

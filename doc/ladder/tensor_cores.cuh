@@ -1,7 +1,7 @@
 // What the ladders of matrix products and of flash attention have of a GPU that C++ has no words for: the products of a
-// tensor core, and the copy to shared memory that nobody waits for. On the CPU device each has a twin in plain C++.
+// tensor core. On the CPU device each has a twin in plain C++.
 #pragma once
-#include "../../kernels/common.cuh"
+#include "../../kernels/async_copy.cuh"
 
 // TF32 has fp32's exponent and 10 bits of mantissa. A tensor core ignores the 13 bits below; adding half of the last
 // bit that it sees makes that the nearest such number.

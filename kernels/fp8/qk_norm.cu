@@ -1,4 +1,5 @@
 // The backward pass of qk_norm with a quantized result. ../qk_norm.cu explains it, quantize.cuh the two passes.
+#include "../async_copy.cuh"
 #include "../qk_norm.cuh"
 #include "quantize.cuh"
 

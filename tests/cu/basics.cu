@@ -16,7 +16,8 @@ extern "C" __global__ void __launch_bounds__(1024) row_sum_kernel(float* out, co
     partial[threadIdx.x] = sum;
     __syncthreads();
     for (int stride = 512; stride > 0; stride /= 2) {
-        if (threadIdx.x < stride && threadIdx.x + stride < blockDim.x) partial[threadIdx.x] += partial[threadIdx.x + stride];
+        const int other = threadIdx.x + stride;
+        if (threadIdx.x < stride && other < blockDim.x) partial[threadIdx.x] += partial[other];
         __syncthreads();
     }
     if (threadIdx.x == 0) out[blockIdx.x] = partial[0];

@@ -45,12 +45,14 @@ extern "C" __global__ void atomics_kernel(float* sum, unsigned* count) {
     atomicAdd(count, 1);
 }
 
-extern "C" __global__ void __launch_bounds__(64) index_kernel(int4* out, const float2* __restrict__ unused, long long far,
+extern "C" __global__ void __launch_bounds__(64)
+index_kernel(int4* out, const float2* __restrict__ unused, long long far,
                                                               size_t size, unsigned flags, double d) {
     int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
     int threads = blockDim.x * blockDim.y * blockDim.z;
     out[block * threads + thread_number()] = make_int4(threadIdx.x, threadIdx.y, threadIdx.z, block);
-    if (thread_number() == 0 && block == 0) out[0].w = (int)(far >> 40) + (int)(size >> 40) + (int)(flags >> 31) + (int)d + !unused;
+    if (thread_number() == 0 && block == 0)
+        out[0].w = (int)(far >> 40) + (int)(size >> 40) + (int)(flags >> 31) + (int)d + !unused;
 }
 
 extern "C" __global__ void intrinsics_kernel(float* out, const float* x) {
@@ -59,6 +61,7 @@ extern "C" __global__ void intrinsics_kernel(float* out, const float* x) {
     out[t] = rsqrtf(v);
     out[n + t] = __expf(v) + __fdividef(v, 3.0f);
     out[2 * n + t] = __uint_as_float(__float_as_uint(v) ^ 0x80000000u) + __int_as_float(0x3f800000);
-    out[3 * n + t] = fmaxf(-INFINITY, v) + v / INFINITY + (isinf(-INFINITY) ? 1.0f : 0.0f) + (isnan(INFINITY - INFINITY) ? 2.0f : 0.0f);
+    out[3 * n + t] = fmaxf(-INFINITY, v) + v / INFINITY + (isinf(-INFINITY) ? 1.0f : 0.0f) +
+        (isnan(INFINITY - INFINITY) ? 2.0f : 0.0f);
     out[4 * n + t] = max(1, (int)v) + min(2.5f, v);
 }

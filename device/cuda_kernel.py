@@ -1,0 +1,62 @@
+"""A kernel of a .cu file on an NVIDIA GPU, and how it is launched."""
+
+import ctypes
+from typing import Any
+
+from device.driver import LaunchAttribute, LaunchConfig, call_driver
+
+import numpy as np
+
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, set to 1: the kernel may start early.
+PROGRAMMATIC = LaunchAttribute(6, 0, (1,))
+
+
+class CudaKernel:
+    """A CuPy RawKernel that asks for more than the default 48 KiB of shared memory if a launch needs more."""
+
+    def __init__(self, raw):
+        self.raw = raw
+        self.shared_limit = (48 << 10) - raw.shared_size_bytes  # static shared memory counts, too
+
+    def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
+        if shared_mem > self.shared_limit:
+            self.allow(shared_mem)
+        self.raw(grid, block, args, shared_mem=shared_mem)
+
+    def allow(self, shared_mem: int) -> None:
+        self.raw.max_dynamic_shared_size_bytes = self.shared_limit = shared_mem
+
+
+class ProgrammaticKernel(CudaKernel):
+    """A kernel that may start before the previous launch has ended (dependent_launch.cuh: PROGRAMMATIC). This needs
+    compute capability 9.0 or later. CuPy has no such launch, so we call CUDA's driver. If the kernel's stream has to
+    wait for another stream, the kernel is launched like all others, and starts when everything before it has ended."""
+
+    def __init__(self, raw, device: Any):  # a CudaDevice
+        super().__init__(raw)
+        self.device, self.function = device, ctypes.c_void_p(raw.kernel.ptr)
+
+    def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
+        stream = self.device.stream
+        if stream in self.device.waiting:
+            self.device.waiting.remove(stream)
+            super().__call__(grid, block, args, shared_mem)
+            return
+        if shared_mem > self.shared_limit:
+            self.allow(shared_mem)
+        values = (ctypes.c_int64 * len(args))(*map(bits_of, args))  # a kernel reads only the bytes of its parameter
+        first = ctypes.addressof(values)
+        addresses = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))
+        config = LaunchConfig(
+            (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_mem, stream.ptr, ctypes.pointer(PROGRAMMATIC), 1
+        )
+        call_driver("cuLaunchKernelEx", ctypes.byref(config), self.function, addresses, None)
+
+
+def bits_of(argument: Any) -> int:
+    """An argument as a kernel gets it: the address of a device array, an int, or the bits of a numpy.float32."""
+    if isinstance(argument, np.float32):
+        return int(argument.view(np.int32))
+    if isinstance(argument, (int, np.integer)):
+        return int(argument)
+    return 0 if argument is None else argument.data.ptr

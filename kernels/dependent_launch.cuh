@@ -1,0 +1,37 @@
+// A kernel whose launch takes a few microseconds starts, and loads, before the launch in front of it has ended.
+#pragma once
+#include "common.cuh"
+
+// With at most MAX_PREFETCH_BLOCKS blocks, a kernel's time is mostly that of loads which wait for one another. So such
+// a kernel starts to bring what it will read later to the L2 cache. `prefetch` does this for the line of 128 bytes at
+// p, and does not wait.
+constexpr int MAX_PREFETCH_BLOCKS = 16;
+
+__device__ inline void prefetch(const floatX* p) {
+#ifndef LLMC_CPU
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
+
+// Programmatic dependent launch (CUDA programming guide). By default a kernel starts when the previous launch has
+// ended. A kernel that says PROGRAMMATIC in its declaration may start earlier: as soon as each block of that launch has
+// called trigger_programmatic_launch or has returned. So the kernel loads at a time when it would otherwise wait. This
+// pays if launches take a few microseconds.
+//
+// grid_dependency_synchronize waits until all earlier launches have ended. A kernel calls it before it writes anything,
+// and before it reads what an earlier launch may write. Before that call the kernel may prefetch, and it may read
+// parameters. Their update has ended by then: a copy of tokens comes before each forward pass, and a copy waits for all
+// earlier launches.
+#define PROGRAMMATIC
+
+__device__ inline void trigger_programmatic_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ inline void grid_dependency_synchronize() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
