@@ -57,7 +57,7 @@ def definition(lines: list[str], name: str) -> range:
 
 def end_of(lines: list[str], begin: int, cpp: bool) -> int:
     """Where a definition ends: it goes on with what is indented more, and with what closes a bracket."""
-    if cpp and (code_of(lines[begin]).endswith(";") or lines[begin].startswith("#")):
+    if cpp and (code_of(lines[begin]).endswith((";", "}")) or lines[begin].startswith("#")):
         return next((i for i in range(begin, len(lines)) if not lines[i].endswith("\\")), begin) + 1
     for i in range(begin + 1, len(lines)):
         if lines[i].strip() and indent_of(lines[i]) <= indent_of(lines[begin]):

@@ -237,7 +237,8 @@ return 0.0f;"""),
 // share is s(x). gradient, the derivative of gelu, is not there yet.
 """,
         parts=(
-            "TWICE_SQRT_2_OVER_PI", "share", "gradient", "differentiate", "backward", "gelu_backward_kernel",
+            "TWICE_SQRT_2_OVER_PI", "reciprocal", "share", "gradient", "differentiate", "backward",
+            "gelu_backward_kernel",
         ),
     ),
     Exercise(
@@ -291,7 +292,7 @@ return 0.0f;"""),
 // 1 - beta2^t. Correct that first. A step goes against m. Its unit is the root of v, and eps is added to the root. lr
 // scales the step. Weight decay is a term of its own: the parameter loses the share lr * weight_decay.
 """,
-        parts=("MAX_GRADIENT", "split", "join", "load_master", "store_master", "adamw_kernel"),
+        parts=("MAX_GRADIENT", "split", "join", "Halves", "load_master", "store_master", "adamw_kernel"),
     ),
     Exercise(
         "tensor_cores",
@@ -345,7 +346,7 @@ const Head head(out, lse, qkv, T, NH);
 //
 // The check accepts any kernel that is right, and launches it in place of the ladder's swizzled_kernel: keep this name.
 // Begin with the simplest kernel; the check says what to do next. Put functions of your own before the kernel.
-// tensor_cores.cuh has mma and to_tf32, common.cuh has the rest.
+// tensor_cores.cuh has mma and to_tf32, async_copy.cuh copies that nobody waits for, common.cuh the rest.
 #define WARP_SIZE 32
 """,
         microscope=True,

@@ -26,37 +26,31 @@ __device__ inline float join(unsigned param, unsigned low, float v) {
     return __uint_as_float((param - rounded_up) << 16 | low);
 }
 
-// 16 bits of each number as they are in memory, not turned into fp32.
+// Numbers of 16 bits as they are in memory, not turned into fp32.
 struct Halves {
     unsigned x[FLOATS];
+
+    __device__ static Halves load(Ragged, const bf16* p, int left) {
+        Halves v;
+        for (int k = 0; k < FLOATS; k++) v.x[k] = k < left ? p[k].bits : 0u;
+        return v;
+    }
+    __device__ void store(Ragged, bf16* p, int left) const {
+        for (int k = 0; k < FLOATS && k < left; k++) p[k].bits = (unsigned short)x[k];
+    }
+#ifdef CPU_WIDTH
+    static Halves load(Aligned, const bf16* p, int) { return load(Ragged(), p, FLOATS); }
+    void store(Aligned, bf16* p, int) const { store(Ragged(), p, FLOATS); }
+#else
+    __device__ static Halves load(Aligned, const bf16* p, int) {
+        const uint2 u = *reinterpret_cast<const uint2*>(p);
+        return {{u.x & 0xffffu, u.x >> 16, u.y & 0xffffu, u.y >> 16}};
+    }
+    __device__ void store(Aligned, bf16* p, int) const {
+        *reinterpret_cast<uint2*>(p) = make_uint2(x[0] | x[1] << 16, x[2] | x[3] << 16);
+    }
+#endif
 };
-
-__device__ inline Halves load_halves(Ragged, const bf16* p, int left) {
-    Halves v;
-    for (int k = 0; k < FLOATS; k++) v.x[k] = k < left ? p[k].bits : 0u;
-    return v;
-}
-
-__device__ inline void store_halves(Ragged, bf16* p, const Halves& v, int left) {
-    for (int k = 0; k < FLOATS && k < left; k++) p[k].bits = (unsigned short)v.x[k];
-}
-
-__device__ inline Halves load_halves(Aligned, const bf16* p, int left) {
-#ifdef CPU_WIDTH
-    return load_halves(Ragged(), p, FLOATS);
-#else
-    const uint2 u = *reinterpret_cast<const uint2*>(p);
-    return {{u.x & 0xffffu, u.x >> 16, u.y & 0xffffu, u.y >> 16}};
-#endif
-}
-
-__device__ inline void store_halves(Aligned, bf16* p, const Halves& v, int left) {
-#ifdef CPU_WIDTH
-    store_halves(Ragged(), p, v, FLOATS);
-#else
-    *reinterpret_cast<uint2*>(p) = make_uint2(v.x[0] | v.x[1] << 16, v.x[2] | v.x[3] << 16);
-#endif
-}
 
 // The parameters as AdamW updates them: in bf16 the master copy. load_master takes the sign from v, and store_master
 // sets it.
@@ -64,7 +58,7 @@ template <class Memory>
 __device__ inline Floats load_master(Memory memory, const floatX* params, const bf16* low, Floats& v, int left) {
     if constexpr (sizeof(floatX) == 4) return memory.load_floats(params, left);
     else {
-        const Halves p = load_halves(memory, params, left), l = load_halves(memory, low, left);
+        const Halves p = Halves::load(memory, params, left), l = Halves::load(memory, low, left);
         Floats master;
         for (int k = 0; k < FLOATS; k++) master.x[k] = join(p.x[k], l.x[k], v.x[k]), v.x[k] = fabsf(v.x[k]);
         return master;
@@ -78,8 +72,8 @@ __device__ inline void store_master(Memory memory, floatX* params, bf16* low, Fl
     else {
         Halves p, l;
         for (int k = 0; k < FLOATS; k++) split(p.x[k], l.x[k], v.x[k], master.x[k]);
-        store_halves(memory, params, p, left);
-        store_halves(memory, low, l, left);
+        p.store(memory, params, left);
+        l.store(memory, low, left);
     }
 }
 

@@ -103,6 +103,13 @@ __device__ inline unsigned to_bf16(float first, float second) {
 __device__ inline void set(float& to, float x) { to = x; }
 __device__ inline void set(bf16& to, float x) { to.bits = (unsigned short)to_bf16(x, x); }
 
+// The value that a kernel reads after x has been stored as floatX.
+__device__ inline float rounded(float x) {
+    floatX stored;
+    set(stored, x);
+    return to_float(stored);
+}
+
 // WIDTH consecutive numbers, as floats. In memory they are floatX or floats. If possible, a thread moves 16 bytes in an
 // access: one access for floatX, one or two for floats. The rows of an (N, C) matrix allow this if C is a multiple of
 // WIDTH. Any other C must work, too. So a kernel's body is written once and compiled twice:

@@ -3,13 +3,13 @@
 #pragma once
 #include "common.cuh"
 
-// 1 / x for 1 <= x. Division rounds correctly, which takes several instructions. In bf16 another rounding follows, so
-// an error of 2^-22 does not matter.
-__device__ inline float reciprocal(float x) { return sizeof(floatX) == 2 ? __fdividef(1.0f, x) : 1.0f / x; }
-
 #ifndef GELU_ERF
 
 constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691216057308f;
+
+// 1 / x for 1 <= x. Division rounds correctly, which takes several instructions. In bf16 another rounding follows, so
+// an error of 2^-22 does not matter.
+__device__ inline float reciprocal(float x) { return sizeof(floatX) == 2 ? __fdividef(1.0f, x) : 1.0f / x; }
 
 // gelu(x) = x * share(x)
 __device__ __forceinline__ float share(float x) {

@@ -7,13 +7,6 @@
 #include "dependent_launch.cuh"
 #include "dropout.cuh"
 
-// The value that a kernel reads after x has been stored as floatX.
-__device__ inline float rounded(float x) {
-    floatX stored;
-    set(stored, x);
-    return to_float(stored);
-}
-
 struct Branch {
     const floatX* proj;  // (N,C)
     int site;            // of its dropout
