@@ -25,8 +25,7 @@ from train_gpt2_fp32 import train
 
 import numpy as np
 
-# The tensors, as in train_gpt2_fp32.py. One that names an earlier tensor takes over its memory, behind that of a
-# second name. llmc/model/activations.py adds the tensors of attention.
+# The tensors, as train_gpt2_fp32.py explains them.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C")),                     # token embedding

@@ -14,8 +14,8 @@
 
 constexpr int ROWS = 2;  // of a block of the forward pass
 
-// Block x: ROWS rows; thread: a vector of columns of grid column y. A thread loads the vectors of all its rows before it
-// uses the first. With a single row an H200 took 15 to 18% longer.
+// Block x: ROWS rows; thread: a vector of columns of grid column y. A thread loads the vectors of all its rows before
+// it uses the first. With a single row an H200 took 15 to 18% longer.
 __device__ __forceinline__ void forward(floatX* out, const floatX* inp, const floatX* bias, int N, int C) {
     const int i = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
     const int begin = ROWS * blockIdx.x, rows = min(ROWS, N - begin);

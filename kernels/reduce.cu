@@ -43,7 +43,8 @@ extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* 
     __syncthreads();
     if (!adds) return;
     float total = 0.0f;
-    for (int warp = 0; warp < ceil_div(blockDim.x * blockDim.y, WARP_SIZE); warp++) total += warp_sums[warp][threadIdx.x];
+    const int warps = ceil_div(blockDim.x * blockDim.y, WARP_SIZE);
+    for (int warp = 0; warp < warps; warp++) total += warp_sums[warp][threadIdx.x];
     out[i] = before + total;
 }
 

@@ -66,16 +66,16 @@ def test_sum_buffers_finds_ranges_elsewhere_in_the_others_buffers(dev, N, own, s
     own, ranges = own % N, [(scale * start, scale * end) for start, end in ranges]
     rng, lengths = np.random.default_rng(seed), [4 * -(-(end - start) // 4) for start, end in ranges]
     places = [sum(lengths[:i]) for i in range(len(lengths))]
-    flat, rooms = normal(rng, 40 * scale), normal(rng, N, sum(lengths))
+    flat, slots = normal(rng, 40 * scale), normal(rng, N, sum(lengths))
     expected = flat.copy()
     for (start, end), place in zip(ranges, places, strict=True):
-        parts = [flat[start:end] if r == own else rooms[r, place : place + end - start] for r in range(N)]
+        parts = [flat[start:end] if r == own else slots[r, place : place + end - start] for r in range(N)]
         expected[start:end] = parts[0]
         for part in parts[1:]:
             expected[start:end] += part
     with guarded(dev) as memory:
         out = memory.update(flat)
-        sources = addresses(dev, *(out if r == own else memory.read(rooms[r]) for r in range(N)))
+        sources = addresses(dev, *(out if r == own else memory.read(slots[r]) for r in range(N)))
         sum_buffers(addresses(dev, out), sources, ranges, 3, own=own, places=places)
     assert dev.to_host(out).tobytes() == expected.tobytes()
 
@@ -183,13 +183,13 @@ def test_operations_on_words_are_done_in_their_order(dev):
     assert [dev.to_host(word).tolist() for word in words] == [[3], [6]]
 
 
-@given(ranges=RANGES, room=st.sampled_from([4, 8, 40]), N=st.integers(1, 5), scale=st.sampled_from([1, 4, 13]))
-def test_rounds_are_all_of_the_ranges_and_a_share_of_one_fits_its_room(ranges, room, N, scale):
+@given(ranges=RANGES, slot=st.sampled_from([4, 8, 40]), N=st.integers(1, 5), scale=st.sampled_from([1, 4, 13]))
+def test_rounds_are_all_of_the_ranges_and_a_share_of_one_fits_its_slot(ranges, slot, N, scale):
     ranges = [(scale * start, scale * end) for start, end in ranges]
-    found = list(rounds(ranges, room, N))
+    found = list(rounds(ranges, slot, N))
     members = [i for one in found for start, end in one for i in range(start, end)]
     assert members == [i for start, end in ranges for i in range(start, end)]
-    assert all(0 < sum(share_length(one, N) for one in ranges) <= room for ranges in found)
+    assert all(0 < sum(share_length(one, N) for one in ranges) <= slot for ranges in found)
     for ranges in found:
         for one in ranges:
             shares = [share_of(one, r, N) for r in range(N)]

@@ -28,7 +28,7 @@ import pytest
 
 N, B, T = 2, 2, 8
 OF_PARTS = {
-    "model": ("params_memory", "grads_memory"), "adamw": ("m", "v", "low", "norm"),
+    "model": ("params_memory", "grads_memory"), "adamw": ("m", "v", "low", "grad_norm"),
     "exchange": ("sums",),
 }  # fmt: skip
 OTHERS_OF_GPU = ("side", "urgent", "patient", "fetch", "update", "store")  # its streams beside the main one

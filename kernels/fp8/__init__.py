@@ -1,4 +1,4 @@
-"""Layers whose products take operands quantized to e4m3 (`--precision fp8`): a room of its own.
+"""Layers whose products take operands quantized to e4m3 (`--precision fp8`): a package of its own.
 
 A product takes q, e4m3, of both its operands, and a scale of each from its amax, its largest absolute value. Sums are
 in fp32 or a little less wide (device/cublaslt.py). Tensor cores multiply e4m3 twice as fast as bf16, but they want both

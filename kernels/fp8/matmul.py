@@ -3,7 +3,7 @@
 import device
 from device import ceil_div
 from kernels.fp8 import source
-from kernels.fp8.quantize import gradient_room, input_room, quantize, quantize_by_scale
+from kernels.fp8.quantize import gradient_scratch, input_scratch, quantize, quantize_by_scale
 from kernels.fp8.quantized import MULTIPLE, Quantized, QuantizedWeight, WeightGradient, WeightOnly, check_written
 from kernels.matmul import matmul_backward_inp, matmul_backward_weight, matmul_forward, matvec_block
 
@@ -21,7 +21,7 @@ def quantized_forward(out, inp, weight: QuantizedWeight, bias, B: int, T: int, C
     if weight.stale:
         quantize(weight.quantized, weight.bf16, OC, C)
         weight.stale = False
-    x = inp if isinstance(inp, Quantized) else input_room(weight.input_scale, N, C, transposed=False)
+    x = inp if isinstance(inp, Quantized) else input_scratch(weight.input_scale, N, C, transposed=False)
     if x is not inp:
         quantize(x, inp, N, C)
     w = weight.quantized
@@ -38,7 +38,7 @@ def quantized_backward_inp(
     if N % MULTIPLE:
         matmul_backward_inp(dinp, dout, weight.bf16, B, T, C, OC, accumulate)
         return
-    d = dout if isinstance(dout, Quantized) else gradient_room(weight.grad_scale, N, OC)
+    d = dout if isinstance(dout, Quantized) else gradient_scratch(weight.grad_scale, N, OC)
     if d is not dout:
         quantize(d, dout, N, OC)
     w = weight.quantized
@@ -55,8 +55,8 @@ def quantized_backward_weight(
     if N % MULTIPLE:
         matmul_backward_weight(dweight.array, dout, inp, B, T, C, OC, accumulate)
         return
-    d = dout if isinstance(dout, Quantized) else gradient_room(weight.grad_scale, N, OC)
-    x = inp if isinstance(inp, Quantized) else input_room(weight.input_scale, N, C, transposed=True)
+    d = dout if isinstance(dout, Quantized) else gradient_scratch(weight.grad_scale, N, OC)
+    x = inp if isinstance(inp, Quantized) else input_scratch(weight.input_scale, N, C, transposed=True)
     if x is not inp:
         quantize_by_scale(x, inp, N, C)
     gemm(dweight.array, d.q_T, d.scale, x.q_T, x.scale, OC, C, N, beta=float(accumulate))

@@ -1,5 +1,5 @@
-// The forward pass of a norm with a quantized output. ../norm.cuh explains norms, quantize.cuh the two passes. N and C are
-// multiples of 16.
+// The forward pass of a norm with a quantized output. ../norm.cuh explains norms, quantize.cuh the two passes. N and C
+// are multiples of 16.
 #include "../norm.cuh"
 #include "quantize.cuh"
 
@@ -29,8 +29,8 @@ __device__ inline void norm_forward_fp8(Quantizer quantizer, unsigned char* q, f
     quantizer.end();
 }
 
-// Sets q (N,C) and q_T (C,N) of out; either may be null. inp is x as it is stored. mean, which may be null, and rstd are
-// forward's. The body of the kernel that is pass 2 of forward, and that writes q_T in backward.
+// Sets q (N,C) and q_T (C,N) of out; either may be null. inp is x as it is stored. mean, which may be null, and rstd
+// are forward's. The body of the kernel that is pass 2 of forward, and that writes q_T in backward.
 __device__ inline void norm_quantize(Quantizer quantizer, unsigned char* q, unsigned char* q_T, const floatX* inp,
                                      const Norm& norm, const float* mean, const float* rstd, int N, int C) {
     quantize_tiles(quantizer, q, q_T, N, C, [&](int n, int i, Vec* v) {

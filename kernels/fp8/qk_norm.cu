@@ -5,8 +5,8 @@
 
 constexpr int POSITIONS = 64, HEAD_SIZE = 128;
 
-// For heads of HEAD_SIZE channels. Sets q (N,NH+2*NKV,HS) and q_T (NH+2*NKV,HS,N) of dinp, also for the value heads. dout,
-// the gradient of forward's output, stays as it is. N is a multiple of 16.
+// For heads of HEAD_SIZE channels. Sets q (N,NH+2*NKV,HS) and q_T (NH+2*NKV,HS,N) of dinp, also for the value heads.
+// dout, the gradient of forward's output, stays as it is. N is a multiple of 16.
 // Tile: POSITIONS positions of a head.
 // Work: the blocks share the tiles. Each takes neighbours: heads of the same positions, whose angles are then in the
 // first-level cache. LANES lanes take four positions at a time.

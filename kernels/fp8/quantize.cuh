@@ -17,7 +17,8 @@ constexpr float MAX_E4M3 = 448.0f;
 // The scale of a matrix with this amax, its largest absolute value; NaN if that is infinite. At least 2^-126.
 __device__ inline float scale_of(float amax) {
     if (!(amax < INFINITY)) return __int_as_float(0x7fffffff);
-    // The largest number of e4m3 is 1.75 * 2^8. So with the exponent lowered by 8, a mantissa above 1.75 needs one more.
+    // The largest number of e4m3 is 1.75 * 2^8. So with the exponent lowered by 8, a mantissa above 1.75 needs one
+    // more.
     const unsigned bits = __float_as_uint(amax), exponent = (bits >> 23) + ((bits & 0x7fffffu) > 0x600000u);
     return __uint_as_float((exponent > 9u ? exponent - 8u : 1u) << 23);
 }

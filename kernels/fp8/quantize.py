@@ -60,14 +60,14 @@ def blocks_of(cu: Source, kernel: str, N: int, C: int) -> int:
     return min(tiles, cu.blocks_at_once(kernel) * device.multiprocessors)
 
 
-def input_room(scale: Scale, N: int, C: int, transposed: bool) -> Quantized:
+def input_scratch(scale: Scale, N: int, C: int, transposed: bool) -> Quantized:
     """Scratch for a quantized input (N,C) of one product: for q, or for q_T."""
     if transposed:
         return Quantized(None, device.scratch("fp8 input_T", (C, N), np.uint8), scale)
     return Quantized(device.scratch("fp8 input", (N, C), np.uint8), None, scale)
 
 
-def gradient_room(scale: GradientScale, N: int, OC: int) -> Quantized:
+def gradient_scratch(scale: GradientScale, N: int, OC: int) -> Quantized:
     """Scratch for a quantized gradient with OC columns. Gradients of other widths have their own: there the next
     kernel that quantizes need not wait for a product on the side stream."""
     q = device.scratch(f"fp8 dout {OC}", (N, OC), np.uint8)

@@ -1,5 +1,5 @@
-// SwiGLU with quantized results. ../swiglu.cu explains SwiGLU, quantize.cuh the two passes. N and C are multiples of 16,
-// and all arrays lie at multiples of 16 bytes.
+// SwiGLU with quantized results. ../swiglu.cu explains SwiGLU, quantize.cuh the two passes. N and C are multiples of
+// 16, and all arrays lie at multiples of 16 bytes.
 #include "../swiglu.cuh"
 #include "quantize.cuh"
 

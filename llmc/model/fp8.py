@@ -57,24 +57,24 @@ class Fp8:
         self.weights: list[QuantizedWeight] = []
         end = 0
 
-        def room(*shape: int, dtype=np.uint8):
+        def take(*shape: int, dtype=np.uint8):
             nonlocal end
             start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
             return self.memory[start:end].view(dtype).reshape(shape)
 
         def floats(count: int):
-            return room(4, dtype=np.float32)[:count]
+            return take(4, dtype=np.float32)[:count]
 
         for name, (OC, C) in quantized_matrices(kind, config).items():
             previous_amax = None if inference else floats(1)
             for l, p in enumerate(model.params.layer):
-                q, scale = room(OC, C), floats(1)
+                q, scale = take(OC, C), floats(1)
                 if inference:
                     setattr(p, name, WeightOnly(q, scale))
                     continue
                 where, g = f"{name} of layer {l}", model.grads.layer[l]
                 weight = QuantizedWeight(
-                    getattr(p, name), Quantized(q, room(C, OC), Scale(f"weight {where}", scale)),
+                    getattr(p, name), Quantized(q, take(C, OC), Scale(f"weight {where}", scale)),
                     # In a layer that is run again, inputs have the scales of forward. So the guess is the last scale.
                     Scale(f"input of {where}", floats(1)),
                     GradientScale(f"gradient of the output of {where}", floats(2), previous_amax),

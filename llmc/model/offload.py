@@ -55,9 +55,9 @@ class Offload:
     """
 
     def __init__(self, arrays: list[np.ndarray], first: int):
-        room = max(VECTOR, PIECE // sum(x.itemsize for x in arrays) // VECTOR * VECTOR)
+        capacity = max(VECTOR, PIECE // sum(x.itemsize for x in arrays) // VECTOR * VECTOR)
         self.arrays, self.first, self.pending = arrays, first, []
-        self.buffers, self.free = [[device.empty((room,), x.dtype) for x in arrays] for _ in range(BUFFERS)], []
+        self.buffers, self.free = [[device.empty((capacity,), x.dtype) for x in arrays] for _ in range(BUFFERS)], []
         self.rates, self.staged = device.empty((3,)), device.pinned((2, 3), np.float32)
 
     @property
@@ -73,16 +73,16 @@ class Offload:
 
     def pieces(self, ranges: Iterable[tuple[int, int, float]]) -> list[Piece]:
         """Cuts ranges, each with its weight decay, into pieces, in their order."""
-        room, pieces, used = self.buffers[0][0].size, [], 0
+        capacity, pieces, used = self.buffers[0][0].size, [], 0
         for start, end, decay in ranges:
             while start < end:
                 last = pieces[-1][-1] if pieces else None
                 goes_on = last is not None and (last.end, last.decay) == (start, decay)
                 place = used if goes_on else VECTOR * device.ceil_div(used, VECTOR) + start % VECTOR
-                if not pieces or place >= room:
+                if not pieces or place >= capacity:
                     pieces.append([])
                     place, goes_on = start % VECTOR, False
-                stop = min(end, start + room - place)
+                stop = min(end, start + capacity - place)
                 if goes_on:
                     pieces[-1][-1] = last._replace(end=stop)
                 else:

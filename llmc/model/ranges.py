@@ -65,7 +65,7 @@ def in_words(one: Range, flat) -> Range:
     return one[0] * flat.itemsize // 4, ceil_div(one[1] * flat.itemsize, 4)
 
 
-# Each of N ranks adds up its share of some ranges. What another rank sends for this comes into a room of its own, in
+# Each of N ranks adds up its share of some ranges. What another rank sends for this comes into a slot of its own, in
 # which one share lies after another.
 
 
@@ -82,7 +82,7 @@ def share_length(one: Range, N: int) -> int:
 
 
 def shares(ranges: list[Range], r: int, N: int) -> Iterator[tuple[Range, int]]:
-    """Rank r's share of each range, and the place of this share in a room."""
+    """Rank r's share of each range, and the place of this share in a slot."""
     place = 0
     for one in ranges:
         share = share_of(one, r, N)
@@ -91,10 +91,10 @@ def shares(ranges: list[Range], r: int, N: int) -> Iterator[tuple[Range, int]]:
         place += share_length(one, N)
 
 
-def rounds(ranges: list[Range], room: int, N: int) -> Iterator[list[Range]]:
-    """Cuts ranges into lists of ranges, one for each round in which a rank's share fits into a room of `room` floats, a
+def rounds(ranges: list[Range], slot: int, N: int) -> Iterator[list[Range]]:
+    """Cuts ranges into lists of ranges, one for each round in which a rank's share fits into a slot of `slot` floats, a
     multiple of 4."""
-    taken, left = [], room
+    taken, left = [], slot
     for start, end in ranges:
         while start < end:
             one = start, min(end, start + left * N)
@@ -102,6 +102,6 @@ def rounds(ranges: list[Range], room: int, N: int) -> Iterator[list[Range]]:
             left, start = left - share_length(one, N), one[1]
             if left == 0:
                 yield taken
-                taken, left = [], room
+                taken, left = [], slot
     if taken:
         yield taken
