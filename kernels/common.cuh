@@ -1,4 +1,4 @@
-// What several layers share: reductions over a warp and a block, 16-byte accesses, and the transposed store.
+// What several layers share: reductions over a warp and a block, bf16, and 16-byte accesses.
 // A kernel file stays plain CUDA C++ that NVRTC, nvcc, g++ and clang++ all compile. LLMC_CPU is defined when a C++
 // compiler builds the file for the CPU device (device/cpp).
 #pragma once
@@ -70,8 +70,9 @@ struct bf16 {
     unsigned short bits;
 };
 
-// The type of parameters, activations and their gradients: float, or bf16 in a build with -DfloatX=bf16. A kernel turns
-// the numbers that it reads into fp32, computes in fp32, and rounds to the nearest bf16 when it writes.
+// The type of parameters, activations and the gradients of activations: float, or bf16 in a build with -DfloatX=bf16. A
+// kernel turns the numbers that it reads into fp32, computes in fp32, and rounds to the nearest bf16 when it writes.
+// Gradients of parameters are always fp32.
 #ifndef floatX
 #define floatX float
 #endif
