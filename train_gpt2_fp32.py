@@ -1,9 +1,9 @@
 """Trains GPT-2 in fp32: llm.c's train_gpt2_fp32.cu in Python, on an NVIDIA GPU or on the CPU.
 
-The file reads from top to bottom: the tensors, the sizes, forward, loss, backward, the first weights, and last the loop
-over steps. The layers are in kernels/, each a .cu file with its launchers beside it; what is the same for every model
-is in llmc/. In shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH the heads,
-HS = C / NH, V the vocabulary and Vp the same padded, and maxT the longest sequence the model takes.
+The file reads from top to bottom: the tensors, the sizes, forward, backward, the first weights, and last the loop over
+steps. The layers are in kernels/, each a .cu file with its launchers beside it; what is the same for every model, such
+as the loss, is in llmc/. In shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH the
+heads, HS = C / NH, V the vocabulary and Vp the same padded, and maxT the longest sequence the model takes.
 """
 
 from argparse import Namespace
@@ -30,12 +30,13 @@ from llmc.step.update import adamw_update
 
 import numpy as np
 
-# The tensors. A table is one flat buffer, a row a tensor in it: name, shape, options. A shape that begins with L has a
-# part for each layer; with L+1 one more, after the last layer. All layers share any other tensor. Options: "fp32": in
-# every precision; "head": the classifier's weight; "recomputed": backward computes it again, as NAME_recomputed; an
-# earlier tensor's name: this one uses its memory. llmc/model/activations.py adds the tensors of attention.
+# The tensors: name, shape, options. A shape that begins with L has a part for each layer, or with --recompute one that
+# all layers share; with L+1, one more, for the last norm. Any other tensor exists once. Options: "fp32": fp32 in every
+# precision; "head": the classifier's weight; an earlier tensor's name: this one takes its memory when that tensor is no
+# longer needed; "recomputed": backward computes it again, into the same memory, as NAME_recomputed, in the layout that
+# a weight's gradient wants. llmc/model/activations.py adds attention's: qkv, and a.attention, what backward needs.
 
-PARAMETERS = (                                       # in the order of the model file
+PARAMETERS = (                                       # in the order of the model file; their gradients likewise
     ("wte",        ("Vp", "C"), "head"),             # token embedding, and the weight of the classifier
     ("wpe",        ("maxT", "C")),                   # position embedding
     ("ln1w",       ("L", "C")),
@@ -69,7 +70,7 @@ ACTIVATIONS = (
     ("proj",       ("B", "T", "C")),                 # a projection back to C channels
 )  # fmt: skip
 
-GRADIENTS = (
+GRADIENTS = (                                        # of activations; acts has them, too
     ("dresidual",  ("B", "T", "C")),                 # of the residual stream, from the last layer down to the first
     ("dln",        ("B", "T", "C")),                 # of ln, or of ln2
     ("datty",      ("B", "T", "C"), "dln"),          # of atty
@@ -117,28 +118,27 @@ class GPT2Config(Config):
         return cls(maxT, V, L, NH, C)
 
 
-# The passes. p, g and a have a layer's parameters, gradients and activations. Its norm before attention has p.norm
-# (weight, bias), a.stats (mean, rstd) and a.ln, the output; its norm before the MLP p.norm2, a.stats2 and a.ln2. In
-# params.norm, acts.stats and acts.ln, number l is layer l's first norm, number L the last norm. NKV = NH.
+# The passes. p, g and a have a layer's parameters, their gradients, and its activations. Its norm before attention has
+# p.norm (weight, bias), a.stats (mean, rstd) and a.ln, the output; its norm before the MLP p.norm2, a.stats2 and a.ln2.
+# In params.norm, acts.stats and acts.ln, number l is layer l's first norm, number L the last norm. acts.ln[0] to
+# acts.ln[L] are the same memory. A launcher's outputs come first. Attention gets NH twice: it is GQA's NKV, too.
 
 
 def gpt2_forward(model: Model, acts, batch) -> None:
-    """From the tokens to the last norm's output, acts.ln[L]. The views in acts decide what is kept."""
-    params, B, T, (L, C, _, _) = model.params, batch.B, batch.T, model.sizes
+    """From the tokens to the last norm's output, acts.ln[L]. Where the tensors in acts lie decides what is kept."""
+    params, residual, B, T, (L, C, _, _) = model.params, acts.residual, batch.B, batch.T, model.sizes
 
-    embedding_forward(acts.residual[0], batch, params.wte, params.wpe, B, T, C)
-    layernorm_forward(acts.ln[0], acts.stats[0], acts.residual[0], params.norm[0], B, T, C)
+    embedding_forward(residual[0], batch, params.wte, params.wpe, B, T, C)
+    layernorm_forward(acts.ln[0], acts.stats[0], residual[0], params.norm[0], B, T, C)
     for l in range(L):
         gpt2_layer_forward(model, acts, batch, l)
         p, a, n = params.layer[l], acts.layer[l], l + 1
         matmul_forward(a.proj, a.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
-        fused_residual_forward(
-            acts.residual[n], acts.ln[n], acts.stats[n], a.residual2, a.proj, params.norm[n], B, T, C
-        )
+        fused_residual_forward(residual[n], acts.ln[n], acts.stats[n], a.residual2, a.proj, params.norm[n], B, T, C)
 
 
 def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Runs layer l from a.residual and a.ln up to a.gelu: all that its backward pass reads."""
+    """Runs layer l from a.residual and a.ln up to a.gelu. This leaves in `a` all that its backward pass reads."""
     p, a, B, T, (_, C, NH, HS) = model.params.layer[l], acts.layer[l], batch.B, batch.T, model.sizes
 
     matmul_forward(a.qkv, a.ln, p.qkvw, p.qkvb, B, T, C, 3 * C)
@@ -150,7 +150,7 @@ def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
 
 
 def gpt2_layer_recompute(model: Model, acts, batch, l: int) -> None:
-    """Sets again what the backward pass of layer l reads, from a.residual."""
+    """With --recompute: runs layer l again, from a.residual, because other layers have overwritten its activations."""
     p, a, B, T, C = model.params.layer[l], acts.layer[l], batch.B, batch.T, model.config.channels
 
     layernorm_forward(a.ln, a.stats, a.residual, p.norm, B, T, C)
@@ -158,22 +158,22 @@ def gpt2_layer_recompute(model: Model, acts, batch, l: int) -> None:
 
 
 def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. The loss has added
-    its part of wte's. In a step's first batch, without accumulate, sets those of the layers' matrices instead. Goes
-    from the last layer to the first, and recomputes the outputs of layernorm and GELU for the weights' gradients."""
+    """Adds the gradients of all parameters to model.grads, from what forward and loss have left in acts. The loss has
+    set acts.dln, the gradient of acts.ln[L], and added its part of wte's. Without accumulate, in a step's first batch,
+    this sets the gradients of the layers' matrices. It recomputes the outputs of layernorm and GELU for these."""
     params, grads, B, T, (L, C, NH, HS) = model.params, model.grads, batch.B, batch.T, model.sizes
     dresidual, dln = acts.dresidual, acts.dln
 
-    device.fill_zero(dresidual)
+    device.fill_zero(dresidual)  # layernorm_backward adds to it
     for l in reversed(range(L)):
         p, g, a, n = params.layer[l], grads.layer[l], acts.layer[l], l + 1
-        layernorm_backward(
+        layernorm_backward(  # the column sums of dresidual are also the gradient of the projection's bias, dbias2
             dresidual, grads.norm[n], dln, acts.residual[n], params.norm[n], acts.stats[n], B, T, C, dbias2=g.fcprojb
         )
         acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
         matmul_backward_inp(a.dgelu, dresidual, p.fcprojw, B, T, 4 * C, C)
-        gelu_backward(a.dfch, g.fcb, a.gelu_recomputed, a.dgelu, a.fch, p.fcb, B * T, 4 * C)
+        gelu_backward(a.dfch, g.fcb, a.gelu_recomputed, a.dgelu, a.fch, p.fcb, B * T, 4 * C)  # in place of dgelu
         matmul_backward_weight(g.fcprojw, dresidual, a.gelu_recomputed, B, T, 4 * C, C, accumulate)
         matmul_backward_inp(dln, a.dfch, p.fcw, B, T, C, 4 * C)
         layernorm_recompute(a.ln2_recomputed, a.residual2, p.norm2, a.stats2, B, T, C)
@@ -196,7 +196,7 @@ class GPT2(Model):
 
     Config = GPT2Config
     ACTIVATIONS, GRADIENTS, SIZES = ACTIVATIONS, GRADIENTS, ("L", "C", "NH", "HS")
-    LINEAR = {"qkvw": ("ln", None), "fcw": ("ln2", "dfch"), "fcprojw": ("gelu", None)}
+    LINEAR = {"qkvw": ("ln", None), "fcw": ("ln2", "dfch"), "fcprojw": ("gelu", None)}  # Model says what it is
     forward, loss, backward = gpt2_forward, cross_entropy_loss, gpt2_backward
     layer_recompute = gpt2_layer_recompute
 
@@ -216,13 +216,13 @@ class GPT2(Model):
 
 def training_step(training: Training, batches: Batches, stopped: Callable[[], bool] | None = None) -> Callable:
     """Returns train_step(step, learning_rate), which trains for one step, counted from 0. It returns False, and changes
-    no parameter, if `stopped` before the last batch. Without it, a batch that cannot be read raises UserError."""
+    no parameter, if `stopped()` before a batch is sent. By default a batch that cannot be read raises UserError."""
     model, acts, batch, exchange = training.model, training.acts, batches.device_batch, training.exchange
 
     @exchange.record
-    def forward_backward(first: bool, last: bool) -> None:  # of one batch; exchange.record reads `last`
+    def forward_backward(first: bool, last: bool) -> None:  # one batch, replayed as a CUDA graph
         if first:
-            model.zero_grad()
+            model.zero_grad()                                 # of what backward adds to
         model.forward(acts, batch)
         model.loss(acts, batch, dloss=1 / batches.step_tokens, accumulate=not first)
         model.backward(acts, batch, accumulate=not first)
@@ -245,7 +245,7 @@ def train(kind: type[Model], flags: Namespace) -> None:
     """Trains a model of this kind as the flags say."""
     with Run(kind, flags) as run:                             # device, ranks, model, data, a checkpoint to go on from
         s, train_step = run.settings, training_step(run.training, run.batches, run.stop_requested)
-        for step in range(s.first_step, s.steps + 1):
+        for step in range(s.first_step, s.steps + 1):         # the last round saves, validates, samples, and ends
             position = run.position()                         # where a run that is resumed goes on
             if s.saves(step):
                 run.save(step, position)

@@ -24,7 +24,7 @@ from train_gpt2_fp32 import train
 
 import numpy as np
 
-# The tensors: name, shape, further words, as train_gpt2_fp32.py explains them. llmc/model/activations.py adds those of
+# The tensors: name, shape, options, as train_gpt2_fp32.py explains them. llmc/model/activations.py adds those of
 # attention, such as qkv.
 
 PARAMETERS = (
@@ -60,7 +60,7 @@ FILE = (                                             # what a model file holds; 
 
 ACTIVATIONS = (
     ("residual",    ("L+1", "B", "T", "C")),         # the residual stream before each layer, and after the last
-    ("stats",       ("L+1", "B", "T"), "fp32"),      # rstd of the norm of each residual
+    ("stats",       ("L+1", "B", "T"), "fp32"),      # of the norm of each residual: rstd alone
     ("atty",        ("L", "B", "T", "C")),           # the heads' outputs, side by side
     ("residual2",   ("L", "B", "T", "C")),           # between attention and MLP
     ("stats2",      ("L", "B", "T"), "fp32"),        # rstd of its norm
@@ -185,7 +185,7 @@ class Llama3Config(Config):
 
 
 def llama3_forward(model: Model, acts, batch) -> None:
-    """From the tokens to the last norm's output, acts.ln[L]. The views in acts decide what is kept."""
+    """From the tokens to the last norm's output, acts.ln[L]. Where the tensors in acts lie decides what is kept."""
     params, eps, B, T, (L, C, *_, H) = model.params, model.config.norm_eps, batch.B, batch.T, model.sizes
 
     embedding_forward(acts.residual[0], batch, params.wte, None, B, T, C)
@@ -200,7 +200,7 @@ def llama3_forward(model: Model, acts, batch) -> None:
 
 
 def llama3_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Runs layer l from a.residual and a.ln up to a.swiglu: all that its backward pass reads."""
+    """Runs layer l from a.residual and a.ln up to a.swiglu. This leaves in `a` all that its backward pass reads."""
     params, rope, B, T, (_, C, NH, NKV, HS, H) = model.params, model.constant.rope, batch.B, batch.T, model.sizes
     p, a, eps = params.layer[l], acts.layer[l], model.config.norm_eps
 
@@ -215,7 +215,7 @@ def llama3_layer_forward(model: Model, acts, batch, l: int) -> None:
 
 
 def llama3_layer_recompute(model: Model, acts, batch, l: int) -> None:
-    """Sets again what the backward pass of layer l reads, from a.residual."""
+    """With --recompute: runs layer l again, from a.residual, because other layers have overwritten its activations."""
     p, a, B, T, C = model.params.layer[l], acts.layer[l], batch.B, batch.T, model.config.channels
 
     rmsnorm_forward(a.ln, a.stats, a.residual, p.norm, model.config.norm_eps, B, T, C)

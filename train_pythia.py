@@ -139,7 +139,7 @@ class PythiaConfig(Config):
 
 
 def pythia_forward(model: Model, acts, batch) -> None:
-    """From the tokens to the last norm's output, acts.ln[L]. The views in acts decide what is kept."""
+    """From the tokens to the last norm's output, acts.ln[L]. Where the tensors in acts lie decides what is kept."""
     config, params, B, T, (L, C, *_) = model.config, model.params, batch.B, batch.T, model.sizes
     eps, outs = config.norm_eps, (acts.ln[0], acts.ln2)  # all layers share these two
 
@@ -159,7 +159,7 @@ def pythia_forward(model: Model, acts, batch) -> None:
 
 
 def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Runs layer l from a.residual and the outputs of its norms up to a.gelu: all that its backward pass reads."""
+    """Runs layer l from a.residual and its norms' outputs up to a.gelu. This leaves in `a` all that backward reads."""
     config, p, a, B, T = model.config, model.params.layer[l], acts.layer[l], batch.B, batch.T
     _, C, NH, HS, R = model.sizes
 
@@ -177,7 +177,7 @@ def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
 
 
 def pythia_layer_recompute(model: Model, acts, batch, l: int) -> None:
-    """Sets again what the backward pass of layer l reads, from a.residual."""
+    """With --recompute: runs layer l again, from a.residual, because other layers have overwritten its activations."""
     p, a, B, T, C = model.params.layer[l], acts.layer[l], batch.B, batch.T, model.config.channels
 
     parallel_residual_forward(None, (a.ln, a.ln2), a.stats, a.residual, p.norm, model.config.norm_eps, B, T, C)

@@ -25,7 +25,7 @@ from train_gpt2_fp32 import train
 
 import numpy as np
 
-# The tensors: name, shape, further words, as train_gpt2_fp32.py explains them. llmc/model/activations.py adds those of
+# The tensors: name, shape, options, as train_gpt2_fp32.py explains them. llmc/model/activations.py adds those of
 # attention, such as qkv.
 
 PARAMETERS = (
@@ -44,7 +44,7 @@ PARAMETERS = (
 
 ACTIVATIONS = (
     ("residual",    ("L+1", "B", "T", "C")),         # the residual stream before each layer, and after the last
-    ("stats",       ("L+1", "B", "T"), "fp32"),      # rstd of the norm of each residual
+    ("stats",       ("L+1", "B", "T"), "fp32"),      # of the norm of each residual: rstd alone
     ("qkvproj",     ("L", "B", "T", "QKV")),         # queries, keys and values as they are projected
     ("atty",        ("L", "B", "T", "Q")),           # the heads' outputs, side by side
     ("residual2",   ("L", "B", "T", "C")),           # between attention and MLP
@@ -52,7 +52,7 @@ ACTIVATIONS = (
     ("fch",         ("L", "B", "T", "2H")),          # up and gate
     ("logits",      ("chunk", "Vp")),                # and then their gradient; chunk: B T rows, or --logit-rows
     ("losses",      ("B", "T"), "fp32"),
-    ("qkv",         ("B", "T", "QKV")),              # qkvproj with q and k normalised and rotated; backward: once more
+    ("qkv",         ("B", "T", "QKV")),              # from qkvproj, q and k normalised and rotated; backward again
     ("qk_rstd",     ("B", "T", "QK"), "fp32"),       # of each head of q and k
     ("ln",          ("B", "T", "C"), "recomputed"),  # output of the norm before attention, and of the last norm
     ("ln2",         ("B", "T", "C"), "ln", "recomputed"),  # output of the norm before the MLP
@@ -123,7 +123,7 @@ class Qwen3Config(Config):
 
 
 def qwen3_forward(model: Model, acts, batch) -> None:
-    """From the tokens to the last norm's output, acts.ln[L]. The views in acts decide what is kept."""
+    """From the tokens to the last norm's output, acts.ln[L]. Where the tensors in acts lie decides what is kept."""
     params, eps, B, T, (L, C, *_, H) = model.params, model.config.norm_eps, batch.B, batch.T, model.sizes
 
     embedding_forward(acts.residual[0], batch, params.wte, None, B, T, C)
@@ -138,7 +138,7 @@ def qwen3_forward(model: Model, acts, batch) -> None:
 
 
 def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Runs layer l from a.residual and a.ln up to a.swiglu: all that its backward pass reads."""
+    """Runs layer l from a.residual and a.ln up to a.swiglu. This leaves in `a` all that its backward pass reads."""
     params, rope, B, T, (_, C, NH, NKV, HS, H) = model.params, model.constant.rope, batch.B, batch.T, model.sizes
     p, a, eps = params.layer[l], acts.layer[l], model.config.norm_eps
 
@@ -155,7 +155,7 @@ def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
 
 
 def qwen3_layer_recompute(model: Model, acts, batch, l: int) -> None:
-    """Sets again what the backward pass of layer l reads, from a.residual."""
+    """With --recompute: runs layer l again, from a.residual, because other layers have overwritten its activations."""
     p, a, B, T, C = model.params.layer[l], acts.layer[l], batch.B, batch.T, model.config.channels
 
     rmsnorm_forward(a.ln, a.stats, a.residual, p.norm, model.config.norm_eps, B, T, C)
