@@ -14,7 +14,8 @@ from kernels.attention import attention_backward, attention_forward
 from kernels.dropout import dropout_at
 from kernels.gelu import gelu_backward, matmul_gelu_forward
 from kernels.matmul import matmul_backward_bias, matmul_backward_inp, matmul_backward_weight, matmul_forward
-from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
+from kernels.norm import recompute_norm
+from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward
 from kernels.rope import rope_backward, rope_forward, rope_table
 from llmc.model.batch import embedding_backward, embedding_forward
 from llmc.model.loss import cross_entropy_loss
@@ -26,7 +27,6 @@ from train_gpt2_fp32 import train
 import numpy as np
 
 # The tensors, as train_gpt2_fp32.py explains them.
-
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C")),                     # token embedding
     ("lm_head",    ("Vp", "C"), "head"),             # the weight of the classifier

@@ -51,7 +51,8 @@ def page_locked(
             for end in pool.map(touch, range(0, size, STRETCH)):
                 done = min(end, size)
             lock(array.ctypes.data, size)
-            finalize(array, unlock, array.ctypes.data).atexit = False
+            # The finalizer holds the memory until it is unlocked. NumPy 2.5 lets go of an array's memory first.
+            finalize(array, lambda address, memory: unlock(address), array.ctypes.data, memory).atexit = False
     except (OSError, RuntimeError) as error:  # of the system, or of CUDA
         raise UserError(
             f"--offload: this machine refuses {size >> 20} MiB of page-locked memory ({first_line(error)}); "

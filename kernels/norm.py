@@ -1,22 +1,36 @@
-"""The launch of the norms' forward kernels, whose body is norm_forward (norm.cuh)."""
+"""What all norms share: the launch of their forward kernels, whose body is norm_forward (norm.cuh), and the launcher of
+norm.cu, which computes an output once more."""
 
+import device
 from device import ceil_div
 from device.sources import Source
+from kernels.matmul import as_stored, tile_grid
+
+cu = device.source(__file__)
 
 SPREAD_ROWS = 16
 MAX_THREADS = 512  # a thread may need 128 registers, and a multiprocessor has 65,536
 
 
-def forward_blocks(cu: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
-    """The grid, the block and the bytes of shared memory with which cu launches such a kernel for rows (N,C). A block
-    has four rows, and a warp for each. If rows are long, a block has one row, and a thread 16 channels. If rows are
-    few, as when a model writes text, each row gets as many threads as have work."""
+def forward_blocks(source: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
+    """The grid, the block and the bytes of shared memory with which `source` launches such a kernel for rows (N,C). A
+    block has four rows, and a warp for each. If rows are long, a block has one row, and a thread 16 channels. If rows
+    are few, as when a model writes text, each row gets as many threads as have work."""
     # An H100 takes 10% less to 7% more time for LayerNorm than with a kernel and blocks of its own, and 4% less to 18%
     # more for the parallel residual (fp32, dropout). This is 0.3% of a step at most.
-    width = cu.width
+    width = source.width
     if N <= SPREAD_ROWS:
         rows, threads = 1, 32 * ceil_div(C, 32 * width)
     else:
         rows, threads = (4, 32) if C <= 1024 else (1, 32 * ceil_div(C, 512))
-    block, shared_mem = (cu.block(min(MAX_THREADS, threads)), rows), rows * 4 * width * ceil_div(C, width)
+    block, shared_mem = (source.block(min(MAX_THREADS, threads)), rows), rows * 4 * width * ceil_div(C, width)
     return (ceil_div(N, rows),), block, shared_mem
+
+
+def recompute_norm(out, inp, norm, stats, B: int, T: int, C: int) -> None:
+    """out (B*T,C) = the output of a norm once more, from what forward read, inp (B,T,C), the stats that it set (mean
+    (B,T), rstd (B,T)), and norm (weight (C), shift (C)). out has the layout that matmul_backward_weight wants. mean and
+    shift are None for RMSNorm."""
+    side = cu.block(16)
+    args = as_stored(out), inp, *norm, *stats, B * T, C
+    cu.launch("norm_transposed_kernel", tile_grid(cu, B * T, C), (side, side), args)

@@ -10,7 +10,6 @@
 //
 // If a model lacks a tensor, its pointer is null, as in norm.cuh. Kernels without dropout have none of its arithmetic.
 #include "norm.cuh"
-#include "tile.cuh"
 
 extern "C" __global__ void PROGRAMMATIC parallel_residual_forward_kernel(
     floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
@@ -180,23 +179,4 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) parallel_residual_drop
     const int* __restrict__ random, int site0, int site1) {
     backward_rows(dinp, dproj0, dproj1, partials, dout0, dout1, inp, weight0, weight1, mean, rstd, N, C, S, rows, keep,
                   random, site0, site1);
-}
-
-// out_T (C,N) = the transposed out of forward, from its residual inp, and from mean (or null) and rstd, which forward
-// wrote. In bf16 out_T (N,C) = the same out, not transposed. A block takes one tile.
-extern "C" __global__ void norm_transposed_kernel(SETS floatX* __restrict__ out_T, const floatX* __restrict__ inp,
-                                                  const floatX* __restrict__ weight, const floatX* __restrict__ shift,
-                                                  const float* __restrict__ mean, const float* __restrict__ rstd,
-                                                  int N, int C) {
-    __shared__ Tile tile;
-    const int i0 = blockIdx.x * TILE_COLUMNS, n0 = blockIdx.y * TILE;
-    const Norm norm = {nullptr, weight, shift};
-    by_alignment(C % WIDTH == 0 && norm.aligned(), [&](auto memory) {
-        tile.fill(memory, out_T, n0, i0, N, C, [&](int n, int i, int) {
-            const Vec x = memory.load(inp + (size_t)n * C + i, C - i);
-            const float m = mean != nullptr ? mean[n] : 0.0f;
-            return norm.of(memory, i, normalised(x, m, rstd[n]), C);
-        });
-    });
-    write_recomputed(out_T, tile, n0, i0, N, C);
 }

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import device
 from device import ceil_div
 from kernels.dropout import Dropout
-from kernels.matmul import as_stored, tile_grid
 from kernels.norm import forward_blocks
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
@@ -88,19 +87,6 @@ def parallel_residual_backward(
         args = dinp, partials, *args
         cu.launch("parallel_residual_backward_kernel", (chunks,), (block,), args, shared_mem=shared_mem)
     add_partials(outs + biases, partials, chunks, C, S)
-
-
-def recompute_norm(out, inp, norm, stats, B: int, T: int, C: int) -> None:
-    """out (B*T,C) = an out of parallel_residual_forward once more, from the residual and the stats that it set, and
-    from the norm (weight (C), shift (C)). out has the layout that matmul_backward_weight wants. mean and shift are None
-    for RMSNorm."""
-    side = cu.block(16)
-    cu.launch(
-        "norm_transposed_kernel",
-        tile_grid(cu, B * T, C),
-        (side, side),
-        (as_stored(out), inp, *norm, *stats, B * T, C),
-    )
 
 
 def random_and_sites(dropout0: Dropout | None, dropout1: Dropout | None) -> tuple:

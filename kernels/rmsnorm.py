@@ -3,8 +3,7 @@
 import device
 from device import ceil_div
 from kernels.dispatch import dispatched
-from kernels.norm import forward_blocks
-from kernels.parallel_residual import recompute_norm
+from kernels.norm import forward_blocks, recompute_norm
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
 import numpy as np

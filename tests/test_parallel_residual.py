@@ -4,7 +4,8 @@ import itertools
 
 from draws import factors, words
 from kernels.dropout import Dropout
-from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
+from kernels.norm import recompute_norm
+from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MAX_PARTIALS
 from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, normal, to_numpy
 

@@ -23,7 +23,8 @@ from kernels.fp8.quantized import Quantized, Scale, WeightOnly
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_recompute
 from kernels.matmul import matmul_forward, matvec
-from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
+from kernels.norm import recompute_norm
+from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward
 from kernels.qk_norm import qk_norm_backward
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_recompute
 from kernels.rope import rope_table

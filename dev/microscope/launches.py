@@ -28,7 +28,8 @@ from kernels.fp8.quantized import GradientScale, Quantized, WeightOnly
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_recompute
 from kernels.matmul import matmul_backward_bias, matmul_forward, matvec, transpose, transposes
-from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
+from kernels.norm import recompute_norm
+from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward
 from kernels.qk_norm import qk_norm_backward, qk_norm_forward
 from kernels.reduce import SQUARES, add_partials, column_sum, global_norm
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_recompute
