@@ -14,12 +14,21 @@ from llmc.model.tensors import num_parameters
 from llmc.ranks import ranks
 from llmc.run.settings import check_flags, check_length, check_model_flags
 from llmc.run.table import print_table
-from llmc.step.memory import CHUNK, Plan, in_chunks, largest_batches, state_sizes, training_sizes
+from llmc.step.memory import (
+    CHUNK,
+    CONTEXT,
+    RESERVE,
+    Plan,
+    in_chunks,
+    largest_batches,
+    state_sizes,
+    training_sizes,
+)
 
 
 def dry_run(kind: type[Model], args: Namespace) -> None:
-    """Prints what training takes with these flags on one GPU, without the 500 MiB or so of CUDA's context; and the
-    largest -b that fits into --memory, or into what the GPU has free. Raises UserError for flags that a run on one GPU
+    """Prints what training takes with these flags on one GPU, and the largest -b that fits beside what CUDA takes: on a
+    GPU whose memory is --memory, or into what this one has free. Raises UserError for flags that a run on one GPU
     would refuse, too."""
     device.use(args.device)
     check_flags(args)
@@ -36,8 +45,11 @@ def dry_run(kind: type[Model], args: Namespace) -> None:
         args.batch_size, args.sequence_length, attention, args.logit_rows or 0, args.recompute, args.offload,
         args.bitwise,
     )  # fmt: skip
-    memory = args.memory or (device.memory()[0] if device.kind == "cuda" else None)
-    if args.logit_rows is None and memory and sum(training_sizes(kind, config, plan).values()) > memory:
+    memory, taken = args.memory, CONTEXT + RESERVE
+    if not memory and device.kind == "cuda":
+        memory, taken = device.memory()[0], RESERVE
+    room = memory and max(memory - taken, 0)
+    if args.logit_rows is None and memory and sum(training_sizes(kind, config, plan).values()) > room:
         plan = in_chunks(plan)  # as a run would
     sizes, host = training_sizes(kind, config, plan), state_sizes(config, None) if plan.offload else {}
     logits = f"{plan.logit_rows or 'all'} positions at a time"
@@ -50,11 +62,11 @@ def dry_run(kind: type[Model], args: Namespace) -> None:
         sections.append([(name, mebibytes(size)) for name, size in host.items()])
         sections[-1].append(("in all, on the host", total(host)))
     if memory:
-        whole = largest_batches(kind, config, plan._replace(logit_rows=0), memory)
-        chunks = largest_batches(kind, config, in_chunks(plan), memory)
+        whole = largest_batches(kind, config, plan._replace(logit_rows=0), room)
+        chunks = largest_batches(kind, config, in_chunks(plan), room)
         names = {flags: flags.replace("--recompute --offload", "with both") or "no flag" for flags in whole}
         sections.append(
-            [("fits into", mebibytes(memory))]
+            [("fits into", f"{mebibytes(room)}: {mebibytes(memory)} without CUDA's {mebibytes(taken)}")]
             + [(f"-b, {names[flags]}", f"{B or 'none'}; with --logit-rows {CHUNK} {chunks[flags] or 'none'}")
                for flags, B in whole.items()]
         )  # fmt: skip

@@ -23,7 +23,10 @@ from llmc.ranks.exchange import exchange_bytes
 
 CHUNK = 1024  # positions whose logits exist at a time, if those of a whole batch do not fit
 MAX_SEQUENCES = 1 << 20  # of a batch, in a search for what fits
-RESERVE = 1 << 28  # bytes that kernels, libraries and graphs may take on a GPU after we have asked how many are free
+# Bytes that CUDA takes of a GPU, measured on an H100. CONTEXT: the driver's own (480 MiB), CUDA's context (527) and
+# cuBLAS (200). We count it only for a GPU that is not there (--memory): of one that is there, it is no longer free.
+# RESERVE: what page tables of the host's memory, kernels and graphs take later (255 MiB for Qwen3-4B with --offload).
+CONTEXT, RESERVE = 1210 << 20, 256 << 20
 
 # The flags that save memory, and what they change of a Plan.
 SAVING = {
@@ -109,12 +112,16 @@ def largest_batches(kind: type[Model], config: Config, plan: Plan, memory: int) 
     return {flags: fitting(changes) for flags, changes in SAVING.items()}
 
 
+def room_for_buffers() -> int:
+    """The bytes that are free on the device, without those that CUDA will take."""
+    return device.memory()[0] - (RESERVE if device.kind == "cuda" else 0)
+
+
 def check_memory(kind: type[Model], config: Config, plan: Plan) -> dict[str, int]:
     """The MiB of each buffer on the device. Raises UserError if the device has too little memory or, with offload, if
     the host has. The message says what would fit. All ranks must call it."""
-    sizes, (free, _) = training_sizes(kind, config, plan), device.memory()
-    if sum(sizes.values()) > free:
-        room = free - RESERVE if device.kind == "cuda" else free
+    sizes, room = training_sizes(kind, config, plan), room_for_buffers()
+    if sum(sizes.values()) > room:
         found = largest_batches(kind, config, plan, room)
         if plan != in_chunks(plan):
             chunks = largest_batches(kind, config, in_chunks(plan), room)
@@ -123,7 +130,7 @@ def check_memory(kind: type[Model], config: Config, plan: Plan) -> dict[str, int
         offloads = device.kind == "cuda" and host <= free_memory()  # on the CPU there is no other memory
         fits = [f"-b {B} {flags}".strip() for flags, B in found.items() if B and (offloads or "--offload" not in flags)]
         remedy = f"at most {' or '.join(fits)} fits" if fits else "no flag makes -b 1 fit, so lower -t"
-        raise does_not_fit(plan.B, plan.T, sum(sizes.values()), free, remedy)
+        raise does_not_fit(plan.B, plan.T, sum(sizes.values()), room, remedy)
     if plan.offload:
         check_host_memory(sum(state_sizes(config, plan.shard).values()))
     return {name: round(size / 2**20) for name, size in sizes.items()}
@@ -135,16 +142,16 @@ def check_text_memory(kind: type[Model], config: Config, B: int, T: int) -> None
     def sizes(b: int) -> dict[str, int]:
         return inference_sizes(kind, config, b, T)
 
-    needed, (free, _) = sum(sizes(B).values()), device.memory()
-    if needed > free:
-        fitting = largest(sizes, free, B)
+    needed, room = sum(sizes(B).values()), room_for_buffers()
+    if needed > room:
+        fitting = largest(sizes, room, B)
         most = f"at most {fitting} texts fit at once, so lower --samples or give fewer prompts"
-        raise does_not_fit(B, T, needed, free, most if fitting else "not even one text fits, so lower -t")
+        raise does_not_fit(B, T, needed, room, most if fitting else "not even one text fits, so lower -t")
 
 
-def does_not_fit(B: int, T: int, needed: int, free: int, remedy: str) -> UserError:
+def does_not_fit(B: int, T: int, needed: int, room: int, remedy: str) -> UserError:
     return UserError(
-        f"the model at B={B}, T={T} needs {needed >> 20} MiB of memory, and {free >> 20} MiB are free on "
+        f"the model at B={B}, T={T} needs {needed >> 20} MiB of memory, and {room >> 20} MiB are free for it on "
         f"{device.name}: {remedy}, or choose a smaller model (-e)"
     )
 

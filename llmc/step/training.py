@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import device
 from llmc.model.activations import Activations
 from llmc.model.adamw import AdamW, Recipe
 from llmc.model.batch import Batch
@@ -14,7 +13,7 @@ from llmc.model.tensors import Config, num_parameters
 from llmc.ranks import ranks
 from llmc.ranks.exchange import Exchange
 from llmc.ranks.shards import shards_of
-from llmc.step.memory import Plan, check_memory, in_chunks, training_sizes
+from llmc.step.memory import Plan, check_memory, in_chunks, room_for_buffers, training_sizes
 
 
 @dataclass
@@ -48,7 +47,7 @@ def make_training(
     shard = shards_of(num_parameters(config))[ranks.rank()] if sharded else None
     plan = Plan(B, T, attention, logit_rows or 0, recompute, offload, bitwise, shard)
     if logit_rows is None:
-        crowded = sum(training_sizes(kind, config, plan).values()) > device.memory()[0]
+        crowded = sum(training_sizes(kind, config, plan).values()) > room_for_buffers()
         plan = in_chunks(plan) if any(ranks.all_gather(crowded)) else plan
     megabytes = check_memory(kind, config, plan)
     model = kind(config, T)
