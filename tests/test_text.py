@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import conftest
+from dev.data import documents as reading
 from dev.data import text as script
 from dev.data.common import lines_of
 from llmc.data.dataloader import DataLoader
@@ -88,11 +89,99 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_kind_of_file_becomes_the_same_documents(prepare, name):
     data(name) if callable(data := WRITTEN[name]) else Path(name).write_bytes(data)
-    prepare(name, "-o", "x", *BYTES)
+    how = [*BYTES, *(["--separator", "tab"] if name == "a.TSV" else [])]
+    prepare(name, "-o", "x", *how)
     assert both("x") == sorted(TEXTS) and len(list(Path().glob("x*"))) == 4
-    prepare(name, "-o", "y [1]*", *BYTES, "--field", "title", "text")
+    prepare(name, "-o", "y [1]*", *how, "--field", "title", "text")
     assert both("y [1]*") == sorted(["A\n\none é", 'two\nlines, "q"', "007\n\nNA"])
-    assert re.search("no (field|column) body, but text, title", refusal(prepare, name, "--field", "text", "body"))
+    assert re.search("no (field|column) body, but text, title", refusal(prepare, name, *how, "--field", "text", "body"))
+
+
+WHOLE = [{"q": f"Q{number}", "a": f"A{number}"} for number in range(3)]
+NULLS = [{"q": "Q3", "a": None}, {"q": None, "a": "A4"}, {"q": "Q5", "a": None}]
+OTHERS = [{"q": 6, "a": "A6"}, {"q": "Q7"}, ["Q8", "A8"], {"q": "Q9", "a": {}}]
+
+
+@pytest.mark.parametrize("name, data, lost", [
+    ("a.jsonl", "\n".join(map(json.dumps, WHOLE + NULLS + OTHERS)).encode(),
+     {"null in a": (4, 2), "null in q": (5, 1), "int in q": (7, 1), "no field a": (8, 1), "list for an object": (9, 1),
+      "dict in a": (10, 1)}),
+    ("a.json", json.dumps([*WHOLE, *OTHERS[1:3]]).encode(), {"no field a": (4, 1), "list for an object": (5, 1)}),
+    ("a.parquet", datasets.Dataset.from_list(WHOLE + NULLS).to_parquet, {"null in a": (4, 2), "null in q": (5, 1)}),
+    ("a.csv", b"q,a\nQ0,A0\nQ1,A1\nQ2,A2\nQ3, \n,A6", {}),
+    ("a.tsv", b"q\ta\nQ0\tA0\nQ1\tA1\nQ2\tA2\nQ3\t \n\tA6", {}),
+])  # fmt: skip
+def test_half_records_are_left_out_and_blank_fields_too_and_both_are_counted(prepare, name, data, lost):
+    data(name) if callable(data) else Path(name).write_bytes(data)
+    said = prepare(name, "-o", "x", *BYTES, "--field", "q", "a")
+    summary = json.loads(Path("x_summary.json").read_text())
+    wanted = {f"{note} (first: {name}, record {number})": count for note, (number, count) in lost.items()}
+    assert summary["left out"] == wanted and all(f"{note} {count}" in said for note, count in wanted.items())
+    blank = ["Q3", "A6"] if not lost else []
+    assert both("x") == sorted([f"Q{number}\n\nA{number}" for number in range(3)] + blank)
+    kept = {f"blank {field} (first: {name}, record {number})": 1 for field, number in [("a", 4), ("q", 5)]}
+    assert summary["kept"] == (kept if blank else {}) and summary["blank"] == 0
+
+
+def test_a_file_of_half_records_alone_is_refused(prepare):
+    for rows, words in (
+        ([{"text": None}] * 3, "record 1: null in text, and no record has text: name the fields"),
+        ([{"text": ["x"]}] * 3, "record 1: list in text"), ([{"a": "x"}, {"b": "y"}], "no field text, but a, b: name"),
+        ([{"x" * 9999: "x"}], "no field text, but xxx"),
+    ):
+        Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        assert words in (message := refusal(prepare, "a.jsonl")) and len(message) <= 450
+
+
+def test_json_lines_end_at_line_feeds_alone(prepare):
+    texts = [f"{number}{mark}x" for number, mark in enumerate("\u2028\u2029\x85\x0b\x0c\x1c\x1e\r")]
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    Path("a.jsonl").write_bytes("\n".join([*rows, '{"text":\r"last"}\r\n']).encode())
+    prepare("a.jsonl", "-o", "x", *BYTES)
+    assert both("x") == sorted([*texts[:-1], "7\nx", "last"])
+
+
+def test_a_tsv_has_no_quotes_and_another_separator_is_asked_for(prepare):
+    rows = ["id\ttext", '1\t"To be, or', "2\tplain", '3\t"Help!" he cried', '4\tquestion"']
+    Path("a.tsv").write_text("\n".join(rows))
+    said = prepare("a.tsv", "-o", "x", *BYTES)
+    assert both("x") == sorted(row[2:] for row in rows[1:])
+    assert "kept           quotes are kept (first: a.tsv, record 1) 2\n" in said
+    Path("b.csv").write_text('id;text\n1;"a;b"\n2;c, d')
+    assert "but id;text: name one with --field; if ';' separates" in refusal(prepare, "b.csv")
+    prepare("b.csv", "-o", "y", *BYTES, "--separator", ";")
+    assert both("y") == ["a;b", "c, d"]
+    Path("c.csv").write_text("text,text\na,b")
+    assert "names text twice" in refusal(prepare, "c.csv")
+
+
+def test_records_are_cut_at_100000_characters_and_that_is_said(prepare):
+    rows = [f"{number} " + "word " * (300 if number else 50_000) for number in range(20)]
+    Path("a.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    said = prepare("a.jsonl", "-o", "x", *BYTES)
+    assert "kept           longer than 100000 characters, cut (first: a.jsonl, record 1) 1\n" in said
+    assert set(rows[1:]) < set(both("x")) and sum(map(len, both("x"))) == sum(map(len, rows))
+
+
+def test_a_part_within_a_text_has_no_begin_token(prepare):
+    texts = ["".join(f"{number} {word}\n" for word in range(200)) for number in "abcd"]
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    prepare("a.jsonl", "-o", "x", *BYTES, "--longest", "100", "--val", "0.3")
+    parts = json.loads(Path("x_summary.json").read_text())["documents"]
+    for split, count in parts.items():  # where a text goes on after a part of the other split, the token stands
+        pieces = documents("x", split)
+        assert all(sum(piece in text for text in texts) == 1 for piece in pieces) and 4 < len(pieces) < count
+
+    chat_tokenizer("begin.json", begin="<|im_end|>")
+    prepare("a.jsonl", "-o", "y", "--tokenizer", "begin.json", "--longest", "100", "--val", "0.3")
+    tokens = [open_tokens(f"y_{split}_000000.bin")[:] for split in ("train", "val")]
+    assert (np.concatenate(tokens) == 257).sum() == 4
+    summary = json.loads(Path("y_summary.json").read_text())
+    assert list(summary["tokens"].values()) == list(map(len, tokens))
+
+    Path("b.txt").write_text("".join(f"<|endoftext|>{number}\n" for number in range(100, 300)))
+    prepare("b.txt", "-o", "z", *BYTES, "--special-tokens", "--longest", "170", "--val", "0.3")
+    assert len(documents("z", "train") + documents("z", "val")) == 200
 
 
 def test_a_folders_texts_are_read_in_order_and_what_is_skipped_is_counted_by_suffix(prepare):
@@ -110,7 +199,10 @@ def test_a_folders_texts_are_read_in_order_and_what_is_skipped_is_counted_by_suf
     assert [text for text in wanted if text in documents("x", "train")] == documents("x", "train")
     assert "skipped        .pdf 2, .tar.gz 1, none 2\n" in said and "blank          1\n" in said
     assert json.loads(Path("x_summary.json").read_text())["skipped"] == {".pdf": 2, ".tar.gz": 1, "none": 2}
-    assert "--suffix .pdf reads such files as text" in refusal(prepare, "in/e.pdf")
+    assert ".pdf is a PDF, no text: pdftotext makes text of it.\n" in said
+    assert "in/e.pdf: a PDF, no text: pdftotext" in refusal(prepare, "in/e.pdf")
+    Path("a.f90").write_text(" ")
+    assert "a.f90: what is in it? --suffix .f90 reads such files as text" in refusal(prepare, "a.f90")
 
 
 @pytest.mark.parametrize("name, data, encoding", [
@@ -138,9 +230,9 @@ def test_the_byte_is_right_wherever_it_is(prepare, monkeypatch):
 
 @given(st.lists(st.text(st.sampled_from("aé \n\r"), max_size=9)), st.integers(1, 9))
 def test_lines_and_cuts_lose_nothing_whatever_the_blocks(blocks, longest):
-    parts = list(script.cut(blocks, longest))
+    parts = list(reading.cut(blocks, longest))
     assert "".join(parts) == "".join(lines_of("x", blocks)) == "".join(blocks) and max(map(len, parts)) <= longest
-    assert parts == list(script.cut(["".join(blocks)], longest))
+    assert parts == list(reading.cut(["".join(blocks)], longest))
 
 
 def test_bad_input_is_said_in_one_line_that_names_the_file(prepare, monkeypatch):
@@ -220,12 +312,15 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_files(prepare):
     assert "belongs to another dataset" in conftest.refusal(prepare, "in", *BYTES, "-o", "whole/x")
 
 
-def chat_tokenizer(path, alphabet=256):
+def chat_tokenizer(path, alphabet=256, begin=None):
     vocabulary = {letter: byte for byte, letter in enumerate(byte_letters()[:alphabet])}
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     library.add_special_tokens(["<|endoftext|>", tokenizers.AddedToken("<|im_end|>", rstrip=True)])
+    if begin:
+        begins = {"single": f"{begin} $A", "special_tokens": [(begin, library.token_to_id(begin))]}
+        library.post_processor = tokenizers.processors.TemplateProcessing(**begins)
     library.save(path)
 
 
@@ -234,7 +329,7 @@ def test_names_of_special_tokens_are_text_unless_the_flag_says_otherwise(prepare
     chat_tokenizer("chat.json")
     [Path(f"in/{number}.txt").write_text(f"{number} said{name} \nyes{name}") for number in range(30)]
     args = ["in", "--tokenizer", tokenizer, "-o"]
-    assert f"special tokens {name} 30\n" in (said := prepare(*args, "text")) and "--special-tokens encodes" in said
+    assert f"special tokens {name} 60\n" in (said := prepare(*args, "text")) and "--special-tokens encodes" in said
     assert "--special-tokens encodes" not in prepare(*args, "special", "--special-tokens")
     plain, special = (open_tokens(f"{prefix}_train_000000.bin")[:].tolist() for prefix in ("text", "special"))
     texts = plain.count(EOT)  # one stands before each
