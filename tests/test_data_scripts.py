@@ -96,6 +96,15 @@ def test_python_docs_hold_every_topic_and_their_tokenizer_belongs_to_them(tmp_pa
     DataLoader(prefix, "val", 12, 64, 257)
 
 
+@pytest.mark.parametrize("name", ["pd_tokenizer.bin", "pd_train.bin", "pd_val.bin"])
+def test_python_docs_replace_no_file_of_somebody_else(tmp_path, name):
+    run("python_docs.py", "--out", tmp_path / "pd")
+    run("python_docs.py", "--out", tmp_path / "pd")
+    (tmp_path / name).write_bytes(b"mine")
+    message = run("python_docs.py", "--out", tmp_path / "pd", fails=True)
+    assert f"{name} belongs to another dataset" in message and (tmp_path / name).read_bytes() == b"mine"
+
+
 # Downloads
 
 
@@ -145,15 +154,17 @@ def test_a_redirect_never_leaves_https():
 
 
 def hellaswag_line(label=3, endings=("skis.", "tiles off.", "a cube — café.", "roofing."), ctx="A man on a roof. he"):
-    return json.dumps({"ind": 24, "ctx": ctx, "label": label, "endings": endings, "split": "val"})
+    example = {"ind": 24, "ctx": ctx, "label": label, "endings": endings, "split": "val"}
+    return json.dumps(example, ensure_ascii=False)
 
 
 def test_hellaswag_has_the_layout_of_llm_c(tmp_path, tokenizer):
-    lines = [hellaswag_line(), hellaswag_line(0, ["a", "b", "c", "d" * 400], "x"), hellaswag_line("1")]
+    lines = [hellaswag_line(), hellaswag_line(0, ["a", "b", "c", "d" * 400], "x\u2028\x85"), hellaswag_line("1")]
     out = tmp_path / "data" / "hellaswag_val.bin"
     out.parent.mkdir()
     out.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")  # as if it had been downloaded
-    assert "3 examples" in run("hellaswag.py", "--tokenizer", tokenizer, "--out", out)
+    for _ in range(2):
+        assert "3 examples" in run("hellaswag.py", "--tokenizer", tokenizer, "--out", out)
 
     data = out.read_bytes()
     header = struct.unpack("<256i", data[:1024])
@@ -172,6 +183,9 @@ def test_hellaswag_has_the_layout_of_llm_c(tmp_path, tokenizer):
         stream = stream[size // 2 :]
     assert stream == []
     assert header == (20240522, 1, 3, longest) + (0,) * 252
+    out.write_bytes(b"mine")
+    assert "belongs to another" in run("hellaswag.py", "--tokenizer", tokenizer, "--out", out, fails=True)
+    assert out.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import conftest
@@ -20,6 +21,7 @@ from llmc.data.dataloader import DataLoader
 from llmc.data.find_data import find_token_files
 from llmc.data.hf_tokenizer import byte_letters
 from llmc.data.token_file import open_tokens
+from train_qwen3 import Qwen3
 
 import datasets
 import numpy as np
@@ -111,7 +113,7 @@ OTHERS = [{"q": 6, "a": "A6"}, {"q": "Q7"}, ["Q8", "A8"], {"q": "Q9", "a": {}}]
     ("a.csv", b"q,a\nQ0,A0\nQ1,A1\nQ2,A2\nQ3, \n,A6", {}),
     ("a.tsv", b"q\ta\nQ0\tA0\nQ1\tA1\nQ2\tA2\nQ3\t \n\tA6", {}),
 ])  # fmt: skip
-def test_half_records_are_left_out_and_blank_fields_too_and_both_are_counted(prepare, name, data, lost):
+def test_half_records_are_left_out_those_with_a_blank_field_kept_and_all_counted(prepare, name, data, lost):
     data(name) if callable(data) else Path(name).write_bytes(data)
     said = prepare(name, "-o", "x", *BYTES, "--field", "q", "a")
     summary = json.loads(Path("x_summary.json").read_text())
@@ -226,6 +228,96 @@ def test_the_byte_is_right_wherever_it_is(prepare, monkeypatch):
         assert f"a.txt: not UTF-8 text (at byte {2 * size})" in refusal(prepare, "a.txt")
     for name in ("cp99999", "rot13"):
         assert f"--encoding {name}: Python knows no such" in refusal(prepare, "a.txt", "--encoding", name)
+
+
+def test_all_files_that_are_not_utf_8_are_named_and_a_flag_leaves_them_out(prepare):
+    write_texts(9)
+    for number in range(2, 7):
+        Path(f"in/{number:03}.txt").write_bytes(b"na\xefve" * number)
+    first = "in/002.txt: not UTF-8 text (at byte 2)"
+    said = refusal(prepare, "in")
+    assert said.startswith(f"{first}, in/003.txt: ") and " and 2 more files: name" in said and "--skip-undecod" in said
+    assert refusal(prepare, "in/002.txt", "in/000.txt").startswith(f"{first}: name")
+    said = prepare("in", "-o", "x", *BYTES, "--skip-undecodable")
+    assert f"left out       undecodable (first: {first}) 5\n" in said and len(both("x")) == 4
+
+
+@pytest.mark.parametrize("name, words", [
+    ("a.pdf", "a PDF, no text: pdftotext"), ("b.DOCX", "pandoc"), ("c.zip", "unpack it"), ("d.tar.gz", "unpack it"),
+    ("e.xlsx", "libreoffice --convert-to csv"), ("f.jpg", "tesseract"), ("g.doc", "libreoffice --convert-to txt"),
+])  # fmt: skip
+def test_what_is_no_text_is_named_with_what_makes_text_of_it(prepare, capsys, name, words):
+    Path(name).write_bytes(b"\xff")
+    os.link(name, f"in/{name}")
+    assert words in refusal(prepare, name) and words in refusal(prepare, "in")
+    with pytest.raises(SystemExit):
+        prepare(name, "-o", "no", *BYTES, "--suffix", script.suffix_of(name)[0])
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, code, words", [
+    ("--suffix txt", 2, "'txt' must be one suffix with its dot"), ("--suffix a.py b.py", 2, "'a.py' must be"),
+    ("--suffix .gz", 2, "must be one suffix"), ("--suffix .py .txt", 0, "--suffix .py changes nothing"),
+    ("--field a", 0, "--field changes nothing"), ("--split test", 0, "--split changes nothing"),
+    ("--separator ;", 0, "--separator changes nothing"), ("--separator ;;", 2, "must be one character"),
+])  # fmt: skip
+def test_a_flag_that_does_nothing_is_refused_or_said(prepare, monkeypatch, capsys, flags, code, words):
+    write_texts(9)
+    said = []
+    monkeypatch.setattr(script, "say", said.append)
+    try:
+        prepare("in", "-o", "x", *BYTES, *flags.split())
+        assert len(said) == 1
+    except SystemExit as end:
+        assert end.code == code and not list(Path().glob("x*"))
+        said.append(capsys.readouterr().err)
+    assert words in said[0]
+
+
+def test_the_hub_is_asked_only_for_what_is_nowhere_here_and_after_a_line(prepare, monkeypatch, capsys):
+    asked = []
+    hub = lambda self, name, timeout: asked.append((name, capsys.readouterr().err))  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", hub)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    Path("a.jsonl").write_text(LINES)
+    json_lines = partial(datasets.load_dataset, "json", data_files={"valid": "a.jsonl"})
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: json_lines(split=split))
+    assert refusal(prepare, "in/missing").startswith("in/missing: no such file") and not asked
+    assert "Unknown split" in (said := refusal(prepare, "data/missing", "--split", "test")) and "valid" in said
+    said = "data/missing: no such file or directory; asking the Hugging Face hub for a data set of this name\n"
+    assert asked == [("data/missing", said)]
+    datasets.DatasetDict(train=SAVED, valid=SAVED).save_to_disk("splits")
+    assert refusal(prepare, "splits", "--split", "test").endswith("has no such split, but train, valid")
+    SAVED.save_to_disk("saved")
+    assert "--split test: saved has no such split" in refusal(prepare, "saved", "--split", "test")
+
+
+def test_the_last_line_trains_the_model_that_is_beside_the_tokenizer(prepare):
+    write_texts(60)
+    os.mkdir("q")
+    chat_tokenizer("q/q_tokenizer.json")
+    Path("q/q.bin").write_bytes(Qwen3.Config.MAGIC.to_bytes(4, "little"))
+    assert "\n    python train_gpt2_fp32.py -i x -e d6 " in prepare("in", "-o", "x", *BYTES)
+    said = prepare("in", "-o", "y", "--tokenizer", "q/q_tokenizer.json")
+    assert "\n    python train_qwen3.py -i y -e q/q.bin -b 4 -t " in said
+
+
+def test_what_this_program_did_not_make_is_neither_replaced_nor_removed(prepare, monkeypatch):
+    write_texts(9)
+    os.mkdir("x_work")
+    theirs = ("x_summary.json", "x_val_000000.bin", "x_train_000007.bin", "x_tokenizer.json", "x_work/notes.txt")
+    for name in theirs:
+        Path(name).write_text("mine")
+        said = conftest.refusal(prepare, "in", "-o", "x", *BYTES)
+        assert said == f"{name} belongs to another dataset: choose another -o, or remove it"
+        assert Path(name).read_text() == "mine" and len(list(Path().glob("x*"))) == 1 + (name[:6] != "x_work")
+        os.remove(name)
+    make = script.make
+    monkeypatch.setattr(script, "make", lambda *args: Path("x_val_000000.bin").write_text("mine") and make(*args))
+    assert "x_val_000000.bin belongs" in conftest.refusal(prepare, "in", "-o", "x", *BYTES)  # it came during the work
+    os.remove("x_val_000000.bin")
+    prepare("in", "-o", "x", *BYTES)
+    assert len(both("x")) == 9 and not Path("x_work").exists()
 
 
 @given(st.lists(st.text(st.sampled_from("aé \n\r"), max_size=9)), st.integers(1, 9))

@@ -353,7 +353,8 @@ def main() -> None:
     if out.is_dir() or not out.name:
         raise UserError(f"-o {out}: must be a prefix of file names, such as data/mine")
     files = find_files(args, skipped)
-    no_text = [f"{suffix} is {NO_TEXT[suffix]}" for suffix in skipped if suffix in NO_TEXT]
+    no_text = {suffix_of(f"x{suffix}")[0] for suffix in skipped} & NO_TEXT.keys()
+    no_text = [f"{suffix} is {NO_TEXT[suffix]}" for suffix in sorted(no_text)]
     if not files:
         remedy = no_text[0] if no_text else "--suffix .x reads files as text"
         raise UserError(f"{args.paths[0]}: no text there; skipped: {listed(skipped) or 'nothing'}; {remedy}")
