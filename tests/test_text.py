@@ -148,7 +148,7 @@ def test_a_tsv_has_no_quotes_and_another_separator_is_asked_for(prepare):
     Path("a.tsv").write_text("\n".join(rows))
     said = prepare("a.tsv", "-o", "x", *BYTES)
     assert both("x") == sorted(row[2:] for row in rows[1:])
-    assert "kept           quotes are kept (first: a.tsv, record 1) 2\n" in said
+    assert "kept           begins with a quote (first: a.tsv, record 1) 2\n" in said
     Path("b.csv").write_text('id;text\n1;"a;b"\n2;c, d')
     assert "but id;text: name one with --field; if ';' separates" in refusal(prepare, "b.csv")
     prepare("b.csv", "-o", "y", *BYTES, "--separator", ";")

@@ -21,6 +21,7 @@ from llmc.data.find_tokenizer import open_tokenizer, tokenizer_files
 from llmc.data.hf_tokenizer import without_surrogates
 from llmc.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, write_tokenizer
 from llmc.files.checkpoint_dir import check_saved
+from llmc.files.directory import why
 from llmc.files.files import open_file, replacing
 from llmc.run.program import run_program
 
@@ -128,8 +129,11 @@ def move(files: Iterable[Path], folder: Path, flag: str) -> None:
     for file, place in moves:
         if os.path.lexists(place) and not (place.is_file() and filecmp.cmp(file, place, shallow=False)):
             refuse_to_replace(place, flag)
-    for file, place in moves:
-        os.replace(file, place)
+    try:
+        for file, place in moves:
+            os.replace(file, place)
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written ({why(error)}); {file} is whole") from None
 
 
 def unpacked(path: str | Path) -> BinaryIO:

@@ -100,7 +100,7 @@ def texts_of(path: str, kind: str, fields: tuple[str, ...], encoding: str) -> It
             if text is not None:
                 text = without_surrogates(text).replace("\r\n", "\n").replace("\r", "\n")
                 if kind == "tsv" and any(record[name].startswith('"') for name in fields):
-                    note = note or "quotes are kept"
+                    note = note or "begins with a quote"
             yield Text([] if text is None else [text], f"{path}, record {done}", note)
     except UserError:
         raise

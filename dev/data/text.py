@@ -22,7 +22,6 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from device.errors import UserError, first_line, say
 from llmc.data.find_tokenizer import model_tokenizers, open_tokenizer
 from llmc.data.hf_tokenizer import MAX_VOCAB_SIZE
 from llmc.data.tokenizer import END_OF_TEXT, Tokenizer
-from llmc.files.directory import Lock
+from llmc.files.directory import Lock, why
 from llmc.files.files import file_size, first_word, replacing
 from llmc.files.magic import script_of
 from llmc.run.arguments import Parser, a_path, limited, number, positive, whole_number
@@ -328,11 +327,15 @@ def check_work(work: Path) -> None:
 
 
 def remove_work(work: Path, lock: Lock) -> None:
-    for path in work.glob("[0-9a-f]" * 16):
-        shutil.rmtree(path)
-    lock.release()
-    with suppress(OSError):
-        work.rmdir()
+    """Removes what this program has made there, and the folder if nothing else is in it."""
+    try:
+        for path in work.glob("[0-9a-f]" * 16):
+            shutil.rmtree(path)
+        lock.release()
+        if work.exists():
+            work.rmdir()
+    except OSError as error:
+        say(f"{work}: cannot be removed ({why(error)})")
 
 
 def training_command(args: argparse.Namespace, tokens: int) -> str:
@@ -377,13 +380,13 @@ def main() -> None:
             summary = make(args, files, given, prefix) | {"skipped": dict(sorted(skipped.items())), "options": options}
         except Exception as error:  # datasets' are of many kinds
             cause = error.__cause__ or error
-            kind, why = type(cause).__name__, first_line(cause)
+            kind, reason = type(cause).__name__, first_line(cause)
             if kind == "RemoteTraceback":  # of another process: a text
-                kind, why = re.findall(r"(?m)^(?:\w+\.)*(\w+): (.+)", str(cause))[0]
+                kind, reason = re.findall(r"(?m)^(?:\w+\.)*(\w+): (.+)", str(cause))[0]
             if kind not in ("UserError", "Unsuitable"):
-                raise UserError(f"{work}: {why}; the same command goes on from there") from None
+                raise UserError(f"{work}: {reason}; the same command goes on from there") from None
             remove_work(work, lock)  # it is of no use
-            raise UserError(why) from None
+            raise UserError(reason) from None
         with replacing(prefix.with_name(end)) as file:
             file.write(json.dumps(summary, indent=1).encode())
     made = (path for path in prefix.parent.glob(f"{glob.escape(out.name)}_*") if path.suffix in (".bin", ".json"))
