@@ -241,14 +241,20 @@ def tokenizer_at(path: str) -> tuple[Tokenizer, re.Pattern]:
 
 
 def encode(batch: dict[str, list], path: str, special: bool) -> dict[str, list]:
-    """The tokens of texts. "count": how many they are. "begins": whether a text itself has the token that begins it.
-    "special": how often the texts have the names of special tokens, as JSON beside the first text, "" beside others."""
+    """The tokens of texts. "count": how many they are. "begin", "end": whether the token that begins or ends a text was
+    added. "special": how often the texts have the names of special tokens, as JSON beside the first text."""
     (tokenizer, names), texts = tokenizer_at(path), batch["text"]
     ids = [np.array(tokens, np.uint32) for tokens in common.encode_texts(tokenizer, texts, 1, special)]
-    begins = [special and text.startswith(tokenizer.tokens[tokenizer.bos].decode()) for text in texts]
+    begin, end = (tokenizer.tokens[id].decode() for id in (tokenizer.bos, tokenizer.eot))
     counts = Counter(name for text in texts for name in names.findall(text))
-    counts = [json.dumps(counts), *[""] * (len(texts) - 1)]
-    return {"ids": ids, "count": list(map(len, ids)), "begins": begins, "special": counts}
+    return {
+        "ids": ids, "count": list(map(len, ids)), "special": [json.dumps(counts)] + [""] * (len(texts) - 1),
+        "begin": [not (special and text.startswith(begin)) for text in texts],
+        "end": [
+            begin != end and of[-1] == tokenizer.eot and not (special and text.rstrip().endswith(end))
+            for text, of in zip(texts, ids, strict=True)
+        ],
+    }  # fmt: skip
 
 
 def encode_all(rows: Any, kept: np.ndarray, workers: int, work: Path, **how: Any) -> Any:
@@ -277,7 +283,8 @@ def make(args: argparse.Namespace, files: list[File], given: Tokenizer | None, p
     order = np.lexsort((low, high))  # equal ones stay in the order of the documents
     again = np.zeros(len(order), bool)
     again[order[1:]] = (np.diff(high[order]) == 0) & (np.diff(low[order]) == 0)
-    kept = np.flatnonzero(~again & (sizes > 0))
+    keep = ~again & (sizes > 0)
+    kept, inner = np.flatnonzero(keep), np.array(rows["inner"][:], bool)
     blank = int((sizes == 0).sum()) - sum(notes["left out"].values())
     summary: dict[str, Any] = {"duplicates": int((again & (sizes > 0)).sum()), "blank": blank} | notes
     if len(kept) < 2:
@@ -294,18 +301,19 @@ def make(args: argparse.Namespace, files: list[File], given: Tokenizer | None, p
     path = str(source if source.is_file() else binary)
     done = encode_all(rows, kept, args.workers, prefix.parent, path=path, special=args.special_tokens)
     tokens, tokenizer = np.array(done["count"][:]), tokenizer_at(path)[0]
-    inner = np.array(rows["inner"][:], bool)[kept] & ~np.array(done["begins"][:], bool)
+    begin = np.array(done["begin"][:], bool) & inner[kept]
+    end = np.array(done["end"][:], bool) & np.append(inner & keep, False)[kept + 1]
     val = for_validation(high, tokens, args.val, LEAST)
     for split, which in ("train", np.flatnonzero(~val)), ("val", np.flatnonzero(val)):
-        # A part that goes on with a text has no token that begins one. But if that token also ends the text before, it
-        # stays where this is another text.
-        bare = inner[which]
+        # A part of a text has no token that begins or ends a text where the text goes on. But if one token does both,
+        # it ends the document before, and so it stays where that is of another text.
+        first, last = begin[which].astype(int), end[which].astype(int)
         if tokenizer.bos == tokenizer.eot:
-            bare &= np.diff(kept[which], prepend=-1) == 1
-        tokens[which] -= bare
+            first &= np.diff(kept[which], prepend=-1) == 1
+        tokens[which] -= first + last
         writer = ShardWriter(prefix, split, args.shard_tokens, tokenizer.vocab_size)
         for item, ids in enumerate(tokens_of(done, which)):
-            writer.add(item, ids[int(bare[item]) :].astype(writer.dtype))
+            writer.add(item, ids[first[item] : len(ids) - last[item]].astype(writer.dtype))
         writer.finish(len(which))
         for name, of in ("documents", np.ones_like(sizes)), ("bytes", sizes), ("tokens", tokens):
             summary.setdefault(name, {})[split] = int(of[which].sum())
