@@ -59,17 +59,22 @@ def check_fields(path: str, fields: tuple[str, ...], names: Iterable[str], hint:
         raise UserError(f"{path}: no field {missing[0]}, but {', '.join(map(str, names))}: name one with --field{hint}")
 
 
+def named(value: Any) -> str:
+    """The type of a value in a record."""
+    return "null" if value is None else type(value).__name__
+
+
 def text_of(record: Any, fields: tuple[str, ...]) -> tuple[str | None, str]:
     """The text of a record, None if it has not all fields, and what is wrong with the record, or ""."""
     record = {fields[0]: record} if isinstance(record, str) else record
     if not isinstance(record, dict):
-        return None, f"{type(record).__name__} for an object"
+        return None, f"{named(record)} for an object"
     blank = ""
     for name in fields:
         if name not in record:
             return None, f"no field {name}"
         if not isinstance(text := record[name], str):
-            return None, f"{'null' if text is None else type(text).__name__} in {name}"
+            return None, f"{named(text)} in {name}"
         if not text.strip():
             blank = f"blank {name}"
     texts = [record[name] for name in fields if record[name].strip()]
