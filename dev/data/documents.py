@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dev.data import common
-from device.errors import UserError, first_line
+from device.errors import UserError, escaped, first_line
 from llmc.data.hf_tokenizer import without_surrogates
 
 import numpy as np
@@ -145,7 +145,7 @@ def documents(files: list[File], fields: tuple[str, ...], encoding: str, longest
         data = text.encode()
         high, low = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), "<i8").tolist()
         size = len(data) if text.strip() else 0
-        place *= bool(note)
+        place = escaped(place) if note else ""  # a path may be no UTF-8
         return {"text": text, "high": high, "low": low, "bytes": size, "inner": inner, "note": note, "place": place}
 
     for path, kind, *_ in files:
