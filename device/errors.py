@@ -35,7 +35,7 @@ def escaped(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
-def shortened(text: str, longest: int = 450) -> str:
+def shortened(text: str, longest: int = 490) -> str:
     """A text without its middle, if it has more characters: a remedy stands at the end."""
     half = longest // 2 - 3
     return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"

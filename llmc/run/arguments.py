@@ -143,7 +143,7 @@ class Parser(argparse.ArgumentParser):
         first = message.removeprefix("unrecognized arguments: ").split(" ")[0]
         if first != message.split(" ")[0] and os.path.exists(first):
             message += ": if the shell made several names of a pattern, put it in quotes"
-        message = f"{shortened(escaped(message))}; --help lists the flags"
+        message = f"{shortened(escaped(message), 460)}; --help lists the flags"
         ranks.fail(message, 2)
         self.exit(2, f"error: {message}\n")
 
