@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -53,6 +54,29 @@ def decoded(path):
     return [bytes(text.astype(np.uint8)[1:]).decode() for text in np.split(tokens, np.flatnonzero(tokens == EOT)[1:])]
 
 
+# Flags and errors
+
+
+@pytest.mark.parametrize("script, flags, words", [
+    ("text.py", ["--field", "a", "--field", "b"], "argument --field: its value is given twice: .* all its values"),
+    ("text.py", ["--val", "0.1", "-o", "p", "--val", "0.2"], "argument --val: its value is given twice"),
+    ("python_docs.py", ["--out", "a", "--out=b"], "argument --out: .*twice"),
+    ("hellaswag.py", ["--tokenizer", "a.bin", "--tokenizer", "a.bin"], "argument --tokenizer: .*twice"),
+    ("python_docs.py", ["--out", "a", __file__, "b"], "unrecognized arguments: .* pattern, put it in quotes"),
+    ("text.py", ["--val", "9" * 5000], "argument --val: 99.* below 1; --help"),
+])  # fmt: skip
+def test_a_wrong_flag_is_one_line_of_at_most_500_characters(tmp_path, script, flags, words):
+    result = subprocess.run([sys.executable, SCRIPTS / script, *flags], capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 2 and re.match(f"error: {words}", result.stderr) and not list(tmp_path.iterdir())
+    assert result.stderr.count("\n") == 1 and len(result.stderr) <= 500
+
+
+def test_an_error_without_its_middle_keeps_the_remedy():
+    said = str(UserError(f"data/{'x' * 9999}\n.txt: no such file; name one", "line\nof a compiler"))
+    assert len(said.split("\n")[0]) <= 490 and said.startswith("data/xx")
+    assert said.endswith("x\\n.txt: no such file; name one\nline\nof a compiler")
+
+
 # Python's documentation
 
 
@@ -70,6 +94,15 @@ def test_python_docs_hold_every_topic_and_their_tokenizer_belongs_to_them(tmp_pa
     assert open_tokenizer(path).eot == EOT and open_tokenizer(path).vocab_size == 257
     DataLoader(prefix, "train", 12, 64, 257)
     DataLoader(prefix, "val", 12, 64, 257)
+
+
+@pytest.mark.parametrize("name", ["pd_tokenizer.bin", "pd_train.bin", "pd_val.bin"])
+def test_python_docs_replace_no_file_of_somebody_else(tmp_path, name):
+    run("python_docs.py", "--out", tmp_path / "pd")
+    run("python_docs.py", "--out", tmp_path / "pd")
+    (tmp_path / name).write_bytes(b"mine")
+    message = run("python_docs.py", "--out", tmp_path / "pd", fails=True)
+    assert f"{name} belongs to another dataset" in message and (tmp_path / name).read_bytes() == b"mine"
 
 
 # Downloads
@@ -121,15 +154,17 @@ def test_a_redirect_never_leaves_https():
 
 
 def hellaswag_line(label=3, endings=("skis.", "tiles off.", "a cube — café.", "roofing."), ctx="A man on a roof. he"):
-    return json.dumps({"ind": 24, "ctx": ctx, "label": label, "endings": endings, "split": "val"})
+    example = {"ind": 24, "ctx": ctx, "label": label, "endings": endings, "split": "val"}
+    return json.dumps(example, ensure_ascii=False)
 
 
 def test_hellaswag_has_the_layout_of_llm_c(tmp_path, tokenizer):
-    lines = [hellaswag_line(), hellaswag_line(0, ["a", "b", "c", "d" * 400], "x"), hellaswag_line("1")]
+    lines = [hellaswag_line(), hellaswag_line(0, ["a", "b", "c", "d" * 400], "x\u2028\x85"), hellaswag_line("1")]
     out = tmp_path / "data" / "hellaswag_val.bin"
     out.parent.mkdir()
     out.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")  # as if it had been downloaded
-    assert "3 examples" in run("hellaswag.py", "--tokenizer", tokenizer, "--out", out)
+    for _ in range(2):
+        assert "3 examples" in run("hellaswag.py", "--tokenizer", tokenizer, "--out", out)
 
     data = out.read_bytes()
     header = struct.unpack("<256i", data[:1024])
@@ -148,6 +183,9 @@ def test_hellaswag_has_the_layout_of_llm_c(tmp_path, tokenizer):
         stream = stream[size // 2 :]
     assert stream == []
     assert header == (20240522, 1, 3, longest) + (0,) * 252
+    out.write_bytes(b"mine")
+    assert "belongs to another" in run("hellaswag.py", "--tokenizer", tokenizer, "--out", out, fails=True)
+    assert out.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,18 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import conftest
+from dev.data import documents as reading
 from dev.data import text as script
 from dev.data.common import lines_of
 from llmc.data.dataloader import DataLoader
 from llmc.data.find_data import find_token_files
 from llmc.data.hf_tokenizer import byte_letters
 from llmc.data.token_file import open_tokens
+from train_qwen3 import Qwen3
 
 import datasets
 import numpy as np
@@ -88,11 +91,99 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_kind_of_file_becomes_the_same_documents(prepare, name):
     data(name) if callable(data := WRITTEN[name]) else Path(name).write_bytes(data)
-    prepare(name, "-o", "x", *BYTES)
+    how = [*BYTES, *(["--separator", "tab"] if name == "a.TSV" else [])]
+    prepare(name, "-o", "x", *how)
     assert both("x") == sorted(TEXTS) and len(list(Path().glob("x*"))) == 4
-    prepare(name, "-o", "y [1]*", *BYTES, "--field", "title", "text")
+    prepare(name, "-o", "y [1]*", *how, "--field", "title", "text")
     assert both("y [1]*") == sorted(["A\n\none é", 'two\nlines, "q"', "007\n\nNA"])
-    assert re.search("no (field|column) body, but text, title", refusal(prepare, name, "--field", "text", "body"))
+    assert re.search("no (field|column) body, but text, title", refusal(prepare, name, *how, "--field", "text", "body"))
+
+
+WHOLE = [{"q": f"Q{number}", "a": f"A{number}"} for number in range(3)]
+NULLS = [{"q": "Q3", "a": None}, {"q": None, "a": "A4"}, {"q": "Q5", "a": None}]
+OTHERS = [{"q": 6, "a": "A6"}, {"q": "Q7"}, ["Q8", "A8"], {"q": "Q9", "a": {}}]
+
+
+@pytest.mark.parametrize("name, data, lost", [
+    ("a.jsonl", "\n".join(map(json.dumps, WHOLE + NULLS + OTHERS)).encode(),
+     {"null in a": (4, 2), "null in q": (5, 1), "int in q": (7, 1), "no field a": (8, 1), "list for an object": (9, 1),
+      "dict in a": (10, 1)}),
+    ("a.json", json.dumps([*WHOLE, *OTHERS[1:3]]).encode(), {"no field a": (4, 1), "list for an object": (5, 1)}),
+    ("a.parquet", datasets.Dataset.from_list(WHOLE + NULLS).to_parquet, {"null in a": (4, 2), "null in q": (5, 1)}),
+    ("a.csv", b"q,a\nQ0,A0\nQ1,A1\nQ2,A2\nQ3, \n,A6", {}),
+    ("a.tsv", b"q\ta\nQ0\tA0\nQ1\tA1\nQ2\tA2\nQ3\t \n\tA6", {}),
+])  # fmt: skip
+def test_half_records_are_left_out_those_with_a_blank_field_kept_and_all_counted(prepare, name, data, lost):
+    data(name) if callable(data) else Path(name).write_bytes(data)
+    said = prepare(name, "-o", "x", *BYTES, "--field", "q", "a")
+    summary = json.loads(Path("x_summary.json").read_text())
+    wanted = {f"{note} (first: {name}, record {number})": count for note, (number, count) in lost.items()}
+    assert summary["left out"] == wanted and all(f"{note} {count}" in said for note, count in wanted.items())
+    blank = ["Q3", "A6"] if not lost else []
+    assert both("x") == sorted([f"Q{number}\n\nA{number}" for number in range(3)] + blank)
+    kept = {f"blank {field} (first: {name}, record {number})": 1 for field, number in [("a", 4), ("q", 5)]}
+    assert summary["kept"] == (kept if blank else {}) and summary["blank"] == 0
+
+
+def test_a_file_of_half_records_alone_is_refused(prepare):
+    for rows, words in (
+        ([{"text": None}] * 3, "record 1: null in text, and no record has text: name the fields"),
+        ([{"text": ["x"]}] * 3, "record 1: list in text"), ([{"a": "x"}, {"b": "y"}], "no field text, but a, b: name"),
+        ([{"x" * 9999: "x"}], "no field text, but xxx"),
+    ):
+        Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        assert words in (message := refusal(prepare, "a.jsonl")) and len(message) <= 490
+
+
+def test_json_lines_end_at_line_feeds_alone(prepare):
+    texts = [f"{number}{mark}x" for number, mark in enumerate("\u2028\u2029\x85\x0b\x0c\x1c\x1e\r")]
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    Path("a.jsonl").write_bytes("\n".join([*rows, '{"text":\r"last"}\r\n']).encode())
+    prepare("a.jsonl", "-o", "x", *BYTES)
+    assert both("x") == sorted([*texts[:-1], "7\nx", "last"])
+
+
+def test_a_tsv_has_no_quotes_and_another_separator_is_asked_for(prepare):
+    rows = ["id\ttext", '1\t"To be, or', "2\tplain", '3\t"Help!" he cried', '4\tquestion"']
+    Path("a.tsv").write_text("\n".join(rows))
+    said = prepare("a.tsv", "-o", "x", *BYTES)
+    assert both("x") == sorted(row[2:] for row in rows[1:])
+    assert "kept           begins with a quote (first: a.tsv, record 1) 2\n" in said
+    Path("b.csv").write_text('id;text\n1;"a;b"\n2;c, d')
+    assert "but id;text: name one with --field; if ';' separates" in refusal(prepare, "b.csv")
+    prepare("b.csv", "-o", "y", *BYTES, "--separator", ";")
+    assert both("y") == ["a;b", "c, d"]
+    Path("c.csv").write_text("text,text\na,b")
+    assert "names text twice" in refusal(prepare, "c.csv")
+
+
+def test_records_are_cut_at_100000_characters_and_that_is_said(prepare):
+    rows = [f"{number} " + "word " * (300 if number else 50_000) for number in range(20)]
+    Path("a.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    said = prepare("a.jsonl", "-o", "x", *BYTES)
+    assert "kept           longer than 100000 characters, cut (first: a.jsonl, record 1) 1\n" in said
+    assert set(rows[1:]) < set(both("x")) and sum(map(len, both("x"))) == sum(map(len, rows))
+
+
+def test_a_part_within_a_text_has_no_begin_token(prepare):
+    texts = ["".join(f"{number} {word}\n" for word in range(200)) for number in "abcd"]
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    prepare("a.jsonl", "-o", "x", *BYTES, "--longest", "100", "--val", "0.3")
+    parts = json.loads(Path("x_summary.json").read_text())["documents"]
+    for split, count in parts.items():  # where a text goes on after a part of the other split, the token stands
+        pieces = documents("x", split)
+        assert all(sum(piece in text for text in texts) == 1 for piece in pieces) and 4 < len(pieces) < count
+
+    chat_tokenizer("begin.json", begin="<|im_end|>")
+    prepare("a.jsonl", "-o", "y", "--tokenizer", "begin.json", "--longest", "100", "--val", "0.3")
+    tokens = [open_tokens(f"y_{split}_000000.bin")[:] for split in ("train", "val")]
+    assert (np.concatenate(tokens) == 257).sum() == 4
+    summary = json.loads(Path("y_summary.json").read_text())
+    assert list(summary["tokens"].values()) == list(map(len, tokens))
+
+    Path("b.txt").write_text("".join(f"<|endoftext|>{number}\n" for number in range(100, 300)))
+    prepare("b.txt", "-o", "z", *BYTES, "--special-tokens", "--longest", "170", "--val", "0.3")
+    assert len(documents("z", "train") + documents("z", "val")) == 200
 
 
 def test_a_folders_texts_are_read_in_order_and_what_is_skipped_is_counted_by_suffix(prepare):
@@ -110,7 +201,10 @@ def test_a_folders_texts_are_read_in_order_and_what_is_skipped_is_counted_by_suf
     assert [text for text in wanted if text in documents("x", "train")] == documents("x", "train")
     assert "skipped        .pdf 2, .tar.gz 1, none 2\n" in said and "blank          1\n" in said
     assert json.loads(Path("x_summary.json").read_text())["skipped"] == {".pdf": 2, ".tar.gz": 1, "none": 2}
-    assert "--suffix .pdf reads such files as text" in refusal(prepare, "in/e.pdf")
+    assert ".pdf is a PDF, no text: pdftotext makes text of it.\n" in said
+    assert "in/e.pdf: a PDF, no text: pdftotext" in refusal(prepare, "in/e.pdf")
+    Path("a.f90").write_text(" ")
+    assert "a.f90: what is in it? --suffix .f90 reads such files as text" in refusal(prepare, "a.f90")
 
 
 @pytest.mark.parametrize("name, data, encoding", [
@@ -136,11 +230,101 @@ def test_the_byte_is_right_wherever_it_is(prepare, monkeypatch):
         assert f"--encoding {name}: Python knows no such" in refusal(prepare, "a.txt", "--encoding", name)
 
 
+def test_all_files_that_are_not_utf_8_are_named_and_a_flag_leaves_them_out(prepare):
+    write_texts(9)
+    for number in range(2, 7):
+        Path(f"in/{number:03}.txt").write_bytes(b"na\xefve" * number)
+    first = "in/002.txt: not UTF-8 text (at byte 2)"
+    said = refusal(prepare, "in")
+    assert said.startswith(f"{first}, in/003.txt: ") and " and 2 more files: name" in said and "--skip-undecod" in said
+    assert refusal(prepare, "in/002.txt", "in/000.txt").startswith(f"{first}: name")
+    said = prepare("in", "-o", "x", *BYTES, "--skip-undecodable")
+    assert f"left out       undecodable (first: {first}) 5\n" in said and len(both("x")) == 4
+
+
+@pytest.mark.parametrize("name, words", [
+    ("a.pdf", "a PDF, no text: pdftotext"), ("b.DOCX", "pandoc"), ("c.zip", "unpack it"), ("d.tar.gz", "unpack it"),
+    ("e.xlsx", "libreoffice --convert-to csv"), ("f.jpg", "tesseract"), ("g.doc", "libreoffice --convert-to txt"),
+])  # fmt: skip
+def test_what_is_no_text_is_named_with_what_makes_text_of_it(prepare, capsys, name, words):
+    Path(name).write_bytes(b"\xff")
+    os.link(name, f"in/{name}")
+    assert words in refusal(prepare, name) and words in refusal(prepare, "in")
+    with pytest.raises(SystemExit):
+        prepare(name, "-o", "no", *BYTES, "--suffix", script.suffix_of(name)[0])
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, code, words", [
+    ("--suffix txt", 2, "'txt' must be one suffix with its dot"), ("--suffix a.py b.py", 2, "'a.py' must be"),
+    ("--suffix .gz", 2, "must be one suffix"), ("--suffix .py .txt", 0, "--suffix .py changes nothing"),
+    ("--field a", 0, "--field changes nothing"), ("--split test", 0, "--split changes nothing"),
+    ("--separator ;", 0, "--separator changes nothing"), ("--separator ;;", 2, "must be one character"),
+])  # fmt: skip
+def test_a_flag_that_does_nothing_is_refused_or_said(prepare, monkeypatch, capsys, flags, code, words):
+    write_texts(9)
+    said = []
+    monkeypatch.setattr(script, "say", said.append)
+    try:
+        prepare("in", "-o", "x", *BYTES, *flags.split())
+        assert len(said) == 1
+    except SystemExit as end:
+        assert end.code == code and not list(Path().glob("x*"))
+        said.append(capsys.readouterr().err)
+    assert words in said[0]
+
+
+def test_the_hub_is_asked_only_for_what_is_nowhere_here_and_after_a_line(prepare, monkeypatch, capsys):
+    asked = []
+    hub = lambda self, name, timeout: asked.append((name, capsys.readouterr().err))  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", hub)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    Path("a.jsonl").write_text(LINES)
+    json_lines = partial(datasets.load_dataset, "json", data_files={"valid": "a.jsonl"})
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, split: json_lines(split=split))
+    assert refusal(prepare, "in/missing").startswith("in/missing: no such file") and not asked
+    assert "Unknown split" in (said := refusal(prepare, "data/missing", "--split", "test")) and "valid" in said
+    said = "data/missing: no such file or directory; asking the Hugging Face hub for a data set of this name\n"
+    assert asked == [("data/missing", said)]
+    datasets.DatasetDict(train=SAVED, valid=SAVED).save_to_disk("splits")
+    assert refusal(prepare, "splits", "--split", "test").endswith("has no such split, but train, valid")
+    SAVED.save_to_disk("saved")
+    assert "--split test: saved has no such split" in refusal(prepare, "saved", "--split", "test")
+
+
+def test_the_last_line_trains_the_model_that_is_beside_the_tokenizer(prepare):
+    write_texts(60)
+    os.mkdir("q")
+    chat_tokenizer("q/q_tokenizer.json")
+    Path("q/q.bin").write_bytes(Qwen3.Config.MAGIC.to_bytes(4, "little"))
+    assert "\n    python train_gpt2_fp32.py -i x -e d6 " in prepare("in", "-o", "x", *BYTES)
+    said = prepare("in", "-o", "y", "--tokenizer", "q/q_tokenizer.json")
+    assert "\n    python train_qwen3.py -i y -e q/q.bin -b 4 -t " in said
+
+
+def test_what_this_program_did_not_make_is_neither_replaced_nor_removed(prepare, monkeypatch):
+    write_texts(9)
+    os.mkdir("x_work")
+    theirs = ("x_summary.json", "x_val_000000.bin", "x_train_000007.bin", "x_tokenizer.json", "x_work/notes.txt")
+    for name in theirs:
+        Path(name).write_text("mine")
+        said = conftest.refusal(prepare, "in", "-o", "x", *BYTES)
+        assert said == f"{name} belongs to another dataset: choose another -o, or remove it"
+        assert Path(name).read_text() == "mine" and len(list(Path().glob("x*"))) == 1 + (name[:6] != "x_work")
+        os.remove(name)
+    make = script.make
+    monkeypatch.setattr(script, "make", lambda *args: Path("x_val_000000.bin").write_text("mine") and make(*args))
+    assert "x_val_000000.bin belongs" in conftest.refusal(prepare, "in", "-o", "x", *BYTES)  # it came during the work
+    os.remove("x_val_000000.bin")
+    prepare("in", "-o", "x", *BYTES)
+    assert len(both("x")) == 9 and not Path("x_work").exists()
+
+
 @given(st.lists(st.text(st.sampled_from("aé \n\r"), max_size=9)), st.integers(1, 9))
 def test_lines_and_cuts_lose_nothing_whatever_the_blocks(blocks, longest):
-    parts = list(script.cut(blocks, longest))
+    parts = list(reading.cut(blocks, longest))
     assert "".join(parts) == "".join(lines_of("x", blocks)) == "".join(blocks) and max(map(len, parts)) <= longest
-    assert parts == list(script.cut(["".join(blocks)], longest))
+    assert parts == list(reading.cut(["".join(blocks)], longest))
 
 
 def test_bad_input_is_said_in_one_line_that_names_the_file(prepare, monkeypatch):
@@ -220,12 +404,15 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_files(prepare):
     assert "belongs to another dataset" in conftest.refusal(prepare, "in", *BYTES, "-o", "whole/x")
 
 
-def chat_tokenizer(path, alphabet=256):
+def chat_tokenizer(path, alphabet=256, begin=None):
     vocabulary = {letter: byte for byte, letter in enumerate(byte_letters()[:alphabet])}
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     library.add_special_tokens(["<|endoftext|>", tokenizers.AddedToken("<|im_end|>", rstrip=True)])
+    if begin:
+        begins = {"single": f"{begin} $A", "special_tokens": [(begin, library.token_to_id(begin))]}
+        library.post_processor = tokenizers.processors.TemplateProcessing(**begins)
     library.save(path)
 
 
@@ -234,7 +421,7 @@ def test_names_of_special_tokens_are_text_unless_the_flag_says_otherwise(prepare
     chat_tokenizer("chat.json")
     [Path(f"in/{number}.txt").write_text(f"{number} said{name} \nyes{name}") for number in range(30)]
     args = ["in", "--tokenizer", tokenizer, "-o"]
-    assert f"special tokens {name} 30\n" in (said := prepare(*args, "text")) and "--special-tokens encodes" in said
+    assert f"special tokens {name} 60\n" in (said := prepare(*args, "text")) and "--special-tokens encodes" in said
     assert "--special-tokens encodes" not in prepare(*args, "special", "--special-tokens")
     plain, special = (open_tokens(f"{prefix}_train_000000.bin")[:].tolist() for prefix in ("text", "special"))
     texts = plain.count(EOT)  # one stands before each

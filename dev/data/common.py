@@ -1,6 +1,7 @@
 """What the dataset scripts share: fetching, encoding, writing, and how a program of theirs ends."""
 
 import codecs
+import filecmp
 import hashlib
 import http.client
 import importlib
@@ -12,7 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from dev.foreign import try_tokenizer
 from device.errors import UserError, first_line
@@ -20,6 +21,7 @@ from llmc.data.find_tokenizer import open_tokenizer, tokenizer_files
 from llmc.data.hf_tokenizer import without_surrogates
 from llmc.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, write_tokenizer
 from llmc.files.checkpoint_dir import check_saved
+from llmc.files.directory import why
 from llmc.files.files import open_file, replacing
 from llmc.run.program import run_program
 
@@ -27,14 +29,32 @@ DATA = Path(__file__).resolve().parents[2] / "data"
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstd", ".lz4": "lz4"}  # suffix: what unpacks it
 BLOCK = 1 << 20  # bytes that are read at once
 LONGEST = 1 << 28  # characters of a line, or of a list, held in several copies; a .txt is read in parts
-MARKS = (  # byte order marks; UTF-32's begins with UTF-16's
+MARKS = (  # what files begin with: byte order marks, of which UTF-32's begins with UTF-16's, and what is no text
     (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
+    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"), (b"%PDF", "a PDF"), (b"\x1f\x8b", "gzip"),
+    (b"PK\3\4", "a zip archive, such as a .docx"),
 )  # fmt: skip
 
 
 class Unsuitable(UserError):
     """A tokenizer cannot spell the texts."""
+
+
+class Undecodable(UserError):
+    """A file is not text of the encoding asked for. what: the error without its remedy."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}: {remedy}")
+        self.what = what
+
+
+def counted(number: int, noun: str) -> str:
+    """Such as "1 token" and "2,000 tokens"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def refuse_to_replace(path: Path, flag: str = "--out") -> NoReturn:
+    raise UserError(f"{path} belongs to another dataset: choose another {flag}, or remove it")
 
 
 def library(name: str, what: str) -> Any:
@@ -102,6 +122,20 @@ def make_folder(folder: Path) -> None:
         raise UserError(f"{folder}: cannot be made ({error.strerror.lower()}); choose another place (--out)") from None
 
 
+def move(files: Iterable[Path], folder: Path, flag: str) -> None:
+    """Moves files to a folder, in this order. Raises UserError, before it moves any, if one has there the name of a
+    file with other contents."""
+    moves = [(file, folder / file.name) for file in files]
+    for file, place in moves:
+        if os.path.lexists(place) and not (place.is_file() and filecmp.cmp(file, place, shallow=False)):
+            refuse_to_replace(place, flag)
+    try:
+        for file, place in moves:
+            os.replace(file, place)
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written ({why(error)}); {file} is whole") from None
+
+
 def unpacked(path: str | Path) -> BinaryIO:
     how = PACKED.get(os.path.splitext(str(path).lower())[1])
     if how in ("zstd", "lz4"):
@@ -109,12 +143,14 @@ def unpacked(path: str | Path) -> BinaryIO:
     return importlib.import_module(how).open(path) if how else open_file(path)
 
 
-def blocks_of(path: str | Path, encoding: str, remedy: str = "save it as UTF-8") -> Iterator[str]:
-    """The characters of a file, with "\n" for every line end. Raises UserError if they are not of this encoding, or if
-    the file cannot be read."""
+def blocks_of(
+    path: str | Path, encoding: str, remedy: str = "save it as UTF-8", translate: bool = True
+) -> Iterator[str]:
+    """The characters of a file. translate: put "\n" for every line end. Raises Undecodable if they are not of this
+    encoding, and UserError if the file cannot be read."""
     done, block, begins = 0, b"a", ""
     try:
-        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate=True)
+        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate)
         wide = b"\0" in "a".encode(encoding)  # such as UTF-16; in other texts no byte is zero
         with unpacked(path) as file:
             while block:
@@ -130,7 +166,7 @@ def blocks_of(path: str | Path, encoding: str, remedy: str = "save it as UTF-8")
     except UnicodeError as error:
         wrong = error.start - held if isinstance(error, UnicodeDecodeError) else max(zero, 0)
         at = done + (min(wrong, zero) if zero >= 0 else wrong)
-        raise UserError(f"{path}: not {encoding.upper()} text (at byte {at}{begins}): {remedy}") from None
+        raise Undecodable(f"{path}: not {encoding.upper()} text (at byte {at}{begins})", remedy) from None
     except LookupError:
         raise UserError(f"--encoding {encoding}: Python knows no such encoding of text") from None
     except OSError as error:
@@ -237,4 +273,4 @@ def write_vocabulary(prefix: Path, tokenizer: Tokenizer, source: Path | None = N
                 file.write(content)
     path = prefix.with_name(f"{prefix.name}_tokenizer.bin")
     write_tokenizer(path, tokenizer.tokens, tokenizer.bos)
-    print(f"{path}: {tokenizer.vocab_size:,} tokens in the vocabulary")
+    print(f"{path}: {counted(tokenizer.vocab_size, 'token')} in the vocabulary")

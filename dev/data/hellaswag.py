@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
+from dev.data import common
 from dev.data.common import DATA, Unsuitable, blocks_of, download, encode, load_tokenizer, make_folder, run
 from device.errors import UserError
 from llmc.data.evaluation import START_EXAMPLE
@@ -55,7 +56,8 @@ def main() -> None:
         )
     source, examples = args.out.with_suffix(".jsonl"), []
     download(URL, source, SHA256)
-    for number, line in enumerate("".join(blocks_of(source, "utf-8")).splitlines()):
+    lines = common.lines_of(source, blocks_of(source, "utf-8", translate=False))
+    for number, line in enumerate(filter(str.strip, lines)):
         try:
             examples.append(np.array(encode_example(number, json.loads(line), tokenizer), "<u2"))
         except Unsuitable:
@@ -63,10 +65,13 @@ def main() -> None:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{source}, line {number + 1}: not a HellaSwag example ({error!r})") from None
     make_folder(args.out.parent)
+    header = make_header(EVALUATION, 1, len(examples), max((e.nbytes for e in examples), default=0))
+    content = b"".join(array.tobytes() for array in (header, *examples))
+    if args.out.exists() and args.out.read_bytes() != content:
+        common.refuse_to_replace(args.out)
     with replacing(args.out) as file:
-        file.write(make_header(EVALUATION, 1, len(examples), max(e.nbytes for e in examples)).tobytes())
-        file.write(np.concatenate(examples).tobytes())
-    print(f"{args.out}: {len(examples):,} examples")
+        file.write(content)
+    print(f"{args.out}: {common.counted(len(examples), 'example')}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dev.data.common import library
-from device.errors import UserError, first_line
+from dev.data.common import counted, library
+from device.errors import UserError, first_line, say
 from llmc.data.token_file import token_format, write_tokens
 from llmc.files.files import replacing
 
@@ -18,19 +18,30 @@ def load_texts(name: str, split: str, config: str | None, fields: Iterable[str])
     """A datasets.Dataset with these columns: a split of a dataset on the Hugging Face hub, or of one that datasets
     saved in the folder `name`.
 
-    Downloads go to that library's cache, which goes on with them after an interruption. Raises UserError where the
-    library is not installed or the texts cannot be had.
+    Downloads go to that library's cache, which goes on with them after an interruption. Without a connection, what is
+    in that cache is taken. Raises UserError where the library is not installed or the texts cannot be had.
     """
     if "[" in split:
         raise UserError(f"--split {split}: name a whole split")
-    saved = Path(name).is_dir()
+    saved, offline = Path(name).is_dir(), None
     datasets = library("datasets", name if saved else f"{name}, a data set of the Hugging Face hub,")
+    if not saved:
+        say(f"{name}: no such file or directory; asking the Hugging Face hub for a data set of this name")
+        try:
+            library("huggingface_hub", name).HfApi().dataset_info(name, timeout=5)
+        except Exception as error:  # of many kinds
+            offline = error
+        datasets.config.HF_HUB_OFFLINE = offline is not None  # else load_dataset would try again and again
     try:
         texts = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, name=config, split=split)
-        texts = texts[split] if isinstance(texts, dict) else texts
     except Exception as error:  # of many kinds, from the network, the hub, Arrow and the file system
-        why = f"cannot be loaded ({first_line(error)})"
-        raise UserError(f"{name}: {why}; check the name or the connection") from None
+        why = f"cannot be loaded ({first_line(offline or error)})"
+        raise UserError(f"{name}: {why}; check the name, --split and the connection") from None
+    if saved and not isinstance(texts, dict):
+        texts = {split if split == "train" else str(texts.split): texts}
+    if saved and split not in texts:
+        raise UserError(f"--split {split}: {name} has no such split, but {', '.join(texts)}")
+    texts = texts[split] if saved else texts
     if missing := [field for field in fields if field not in texts.column_names]:
         raise UserError(f"{name}: has no column {missing[0]}, but {', '.join(texts.column_names)}")
     return texts
@@ -81,4 +92,4 @@ class ShardWriter:
         self.done, self.skip, self.shards = done, skip, self.shards + 1
         with replacing(self.progress_file) as file:
             file.write(json.dumps({"done": done, "skip": skip, "shards": self.shards}).encode())
-        print(f"{path}: {tokens.size:,} tokens", flush=True)
+        print(f"{path}: {counted(tokens.size, 'token')}", flush=True)

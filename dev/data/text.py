@@ -10,7 +10,6 @@ moved from there when they are complete. Without datasets, the memory holds plai
 """
 
 import argparse
-import csv
 import ctypes
 import glob
 import hashlib
@@ -22,7 +21,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,32 +30,57 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 os.environ.setdefault("TQDM_MININTERVAL", "2")
 
 from dev.data import common
+from dev.data.documents import KINDS, UNDECODABLE, UNDECODABLE_REMEDY, File, documents
 from dev.data.shards import ShardWriter, load_texts
-from device.errors import UserError, first_line
-from llmc.data.find_tokenizer import open_tokenizer
-from llmc.data.hf_tokenizer import MAX_VOCAB_SIZE, without_surrogates
+from device.errors import UserError, first_line, say
+from llmc.data.find_tokenizer import model_tokenizers, open_tokenizer
+from llmc.data.hf_tokenizer import MAX_VOCAB_SIZE
 from llmc.data.tokenizer import END_OF_TEXT, Tokenizer
-from llmc.files.directory import Lock
-from llmc.files.files import file_size, replacing
+from llmc.files.directory import Lock, why
+from llmc.files.files import file_size, first_word, replacing
+from llmc.files.magic import script_of
 from llmc.run.arguments import Parser, a_path, limited, number, positive, whole_number
 
 import numpy as np
 
-KINDS = {
-    ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".jsonl": "lines", ".ndjson": "lines",
-    ".json": "list", ".csv": ",", ".tsv": "\t", ".parquet": "parquet", ".arrow": "arrow",
-}  # fmt: skip
+NO_TEXT = {suffix: f"{what}, no text: {remedy}" for what, remedy, suffixes in (
+    ("a PDF", "pdftotext makes text of it", ".pdf"),
+    ("a document of a word processor", "`pandoc -t plain` makes text of it", ".docx .odt .rtf"),
+    ("an e-book", "`pandoc -t plain` makes text of it", ".epub .fb2"),
+    ("an Office document", "`libreoffice --convert-to txt` makes text of it", ".doc .ppt .pptx .odp"),
+    ("a spreadsheet", "`libreoffice --convert-to csv` makes a table of it", ".xls .xlsx .ods"),
+    ("an archive", "unpack it (unzip, tar -xf, 7z x) and name its folder", ".zip .tar .tgz .7z .rar"),
+    ("an image", "tesseract reads text in it", ".png .jpg .jpeg .gif .tif .tiff .bmp .webp"),
+) for suffix in suffixes.split()}  # fmt: skip
 LEAST = 4096               # tokens for validation, or a tenth of all
 LEARNED = 1 << 30          # bytes of text that a vocabulary is learned from, at most, about
+LONGEST = 100_000          # characters in a document, if no flag says otherwise
 MAX_CHARACTERS = 400_000  # in a document: what tiktoken is sure to split, even if all of it is white space
 
-File = tuple[str, str, int, int]  # path, kind, size in bytes, time of the last change in ns
 share = limited(number, ((lambda x: 0 < x < 1), "be above 0 and below 1"))
 characters = limited(whole_number, ((lambda n: 100 <= n <= MAX_CHARACTERS), f"be from 100 to {MAX_CHARACTERS}"))
 vocabulary = limited(whole_number, ((lambda n: 257 <= n < MAX_VOCAB_SIZE), f"be from 257 to {MAX_VOCAB_SIZE - 1}"))
 
 
-def make_parser() -> argparse.ArgumentParser:
+def suffix(text: str) -> str:
+    """A suffix of files of text, with its dot, or "none"."""
+    lower = text.lower()
+    if lower in NO_TEXT:
+        raise argparse.ArgumentTypeError(f"{text}: {NO_TEXT[lower]}")
+    if lower != "none" and not re.fullmatch(r"\.[^./\s]+", lower) or lower in common.PACKED:
+        raise argparse.ArgumentTypeError(f"{text!r} must be one suffix with its dot, such as .py, or none")
+    return lower
+
+
+def separator(text: str) -> str:
+    """What stands between the columns of a table."""
+    text = "\t" if text in ("tab", "\\t") else text
+    if len(text) != 1 or text in '"\r\n':
+        raise argparse.ArgumentTypeError(f"{text!r} must be one character, such as ';', or tab")
+    return text
+
+
+def make_parser() -> Parser:
     parser = Parser(description="Make a dataset of files and folders of text.")
     add = parser.add_argument
     add("paths", metavar="PATH", nargs="+", help=f"a file or folder of {' '.join(KINDS)}, also packed as"
@@ -67,11 +91,16 @@ def make_parser() -> argparse.ArgumentParser:
     tokenizers.add_argument("--train-tokenizer", metavar="N", type=vocabulary, help="learn N tokens from the text")
     add("--special-tokens", action="store_true", help="encode the names of special tokens as these tokens (as text)")
     add("--field", metavar="NAME", nargs="+", default=["text"], help="the text in records; several are joined (text)")
-    add("--suffix", metavar=".X", nargs="+", default=[], help="read such files as text, too; none: without a suffix")
+    add("--suffix", metavar=".X", type=suffix, nargs="+", default=[], help="read such files as text, too; none: without"
+        " a suffix")  # fmt: skip
+    add("--separator", metavar="X", type=separator, help="between the columns of .csv and .tsv, both with quotes: a"
+        " character or tab (.csv: comma; .tsv: tab, no quotes)")  # fmt: skip
     add("--encoding", metavar="NAME", default="utf-8", help="of all files (%(default)s)")
+    add("--skip-undecodable", action="store_true", help="leave out files of another encoding (they are refused)")
     add("--split", metavar="NAME", default="train", help="of a data set that has several (%(default)s)")
     add("--val", metavar="F", type=share, default=0.01, help="share of the documents for validation (%(default)s)")
-    add("--longest", metavar="N", type=characters, help="of a document, else it is cut (100000; of little text a 50th)")
+    add("--longest", metavar="N", type=characters, help="of a document, else it is cut (100000; of few files of text a"
+        " 50th)")  # fmt: skip
     add("--shard-tokens", metavar="N", type=positive, default=10**8, help="tokens each (%(default)s)")
     add("--workers", metavar="N", type=positive, default=len(os.sched_getaffinity(0)), help="processes (%(default)s)")
     return parser
@@ -86,14 +115,17 @@ def suffix_of(path: str) -> tuple[str, str]:
 def find_files(args: argparse.Namespace, skipped: Counter) -> list[File]:
     """The files that args.paths stand for, those of a folder in the order of their names, without hidden ones. Counts
     the suffixes of files that are skipped. Raises UserError for what is not there or no file."""
-    kinds, found, files = KINDS | {suffix.lower(): "text" for suffix in args.suffix}, [], []
+    kinds, found, files = KINDS | dict.fromkeys(args.suffix, "text"), [], []
+    if args.separator:
+        kinds[".csv"] = kinds[".tsv"] = args.separator
 
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename}: {error.strerror.lower()}") from None
 
     for path in args.paths:
         saved = any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
-        if saved or (not os.path.lexists(path) and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", path)):
+        nowhere = not os.path.lexists(path) and not os.path.isdir(path.partition("/")[0])
+        if saved or (nowhere and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", path)):
             name, _, config = (path, "", "") if saved else path.partition(":")
             rows = load_texts(name, args.split, config or None, fields=args.field)
             found += [(file["filename"], "arrow") for file in rows.cache_files]
@@ -103,7 +135,8 @@ def find_files(args: argparse.Namespace, skipped: Counter) -> list[File]:
                 names += [name for name in folders if os.path.islink(os.path.join(folder, name))]
                 found += [(os.path.join(folder, name), None) for name in sorted(names) if not name.startswith(".")]
         elif suffix_of(path)[0] not in kinds and os.path.isfile(path):
-            raise UserError(f"{path}: what is in it? --suffix {suffix_of(path)[0]} reads such files as text")
+            of = suffix_of(path)[0]
+            raise UserError(f"{path}: {NO_TEXT.get(of, f'what is in it? --suffix {of} reads such files as text')}")
         else:
             found.append((path, kinds.get(suffix_of(path)[0], "text")))
     for path, kind in found:
@@ -114,82 +147,25 @@ def find_files(args: argparse.Namespace, skipped: Counter) -> list[File]:
     return files
 
 
-def records_of(path: str, kind: str, fields: tuple[str, ...], blocks: Callable[[], Iterator[str]]) -> Iterator[Any]:
-    """The records of a file. Raises what Python's modules and datasets do where it is damaged."""
-    if kind in ("parquet", "arrow"):
-        datasets = common.library("datasets", path)
-        rows = datasets.load_dataset(kind, data_files=glob.escape(path), split="train", streaming=True)
-        check_fields(path, fields, rows.column_names)
-        yield from rows.select_columns(list(fields))
-    elif kind in (",", "\t"):
-        csv.field_size_limit(common.LONGEST)
-        for record in csv.DictReader(common.lines_of(path, blocks()), delimiter=kind, strict=True):
-            if None in record or None in record.values():
-                raise ValueError("not as many fields as the first line names")
-            yield record
-    elif kind == "list" and next(filter(None, map(str.lstrip, blocks())), "")[:1] == "[":
-        yield from json.loads(common.bounded(path, blocks()))
-    else:
-        yield from map(json.loads, filter(str.strip, common.lines_of(path, blocks())))
-
-
-def check_fields(path: str, fields: tuple[str, ...], names: Iterable[str]) -> None:
-    if missing := [name for name in fields if name not in names]:
-        raise UserError(f"{path}: no field {missing[0]}, but {', '.join(map(str, names))}: name one with --field")
-
-
-def texts_of(path: str, kind: str, fields: tuple[str, ...], encoding: str) -> Iterator[Iterable[str]]:
-    """The texts in a file, each in blocks. Raises UserError where a record has none."""
-    blocks = partial(common.blocks_of, path, encoding, "name the encoding of all files with --encoding")
-    if kind == "text":
-        yield blocks()
-        return
-    names, done = {}, 0  # the fields that records have, in order; records
-    try:
-        for record in records_of(path, kind, fields, blocks):
-            record = {fields[0]: record} if isinstance(record, str) else dict(record)
-            names |= dict.fromkeys(record)
-            text = "\n\n".join(record[name] for name in fields if record.get(name) not in (None, ""))
-            yield [without_surrogates(text).replace("\r\n", "\n").replace("\r", "\n")]
-            done += 1
-    except UserError:
-        raise
-    except Exception as error:  # of many kinds, also where a record is no object or a field no text
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{path}, record {done + 1}: no text in {' or '.join(fields)} ({why})") from None
-    if done:
-        check_fields(path, fields, names)
-    else:
-        yield [""]  # one blank text
-
-
-def cut(blocks: Iterable[str], longest: int) -> Iterator[str]:
-    """A text in parts of at most `longest` characters. A part ends after its last empty line, else after its last line
-    or word, however the text comes in blocks."""
-    text = ""
-    for block in blocks:
-        text, start = text + block, 0
-        while len(text) - start > longest:
-            found = ((text.rfind(mark, start + longest // 2, start + longest), mark) for mark in ("\n\n", "\n", " "))
-            end = next((at + len(mark) for at, mark in found if at > 0), start + longest)
-            yield text[start:end]
-            start = end
-        text = text[start:]
-    yield text
-
-
-def documents(files: list[File], fields: tuple[str, ...], encoding: str, longest: int) -> Iterator[dict[str, Any]]:
-    """All documents, their bytes of UTF-8 (0 if blank), and their hashes: 16 bytes of BLAKE2b."""
-    for path, kind, *_ in files:
-        for text in (text for blocks in texts_of(path, kind, fields, encoding) for text in cut(blocks, longest)):
-            data = text.encode()
-            high, low = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), "<i8").tolist()
-            yield {"text": text, "high": high, "low": low, "bytes": len(data) if text.strip() else 0}
+def say_idle(args: argparse.Namespace, given: set[str], files: list[File]) -> None:
+    """Says which of the given flags change nothing, for no file is of the kind that they are about."""
+    kinds = {kind for _, kind, *_ in files}
+    idle = {
+        "--field": kinds == {"text"},
+        "--split": "arrow" not in kinds,
+        "--separator": args.separator not in kinds,
+        "--encoding": kinds <= {"parquet", "arrow"},
+    }
+    idle |= {f"--suffix {name}": True for name in {*args.suffix} - {suffix_of(path)[0] for path, *_ in files}}
+    for flag in idle:
+        if idle[flag] and flag.split()[0].lstrip("-") in given:
+            say(f"{flag} changes nothing: no file here is of its kind")
 
 
 def read(args: argparse.Namespace, files: list[File], work: Path) -> Any:
     """All documents: a datasets.Dataset, or its columns if that library is neither needed nor there."""
-    longest = args.longest or min(100_000, max(1000, sum(size for _, _, size, _ in files) // 50))
+    of_text = args.longest or min(LONGEST, max(1000, sum(size for _, _, size, _ in files) // 50))
+    longest = (of_text, args.longest or LONGEST)
     what = {"files": files, "fields": tuple(args.field), "encoding": args.encoding, "longest": longest}
     try:
         datasets = common.library("datasets", "all but plain text with --tokenizer bytes")
@@ -199,11 +175,33 @@ def read(args: argparse.Namespace, files: list[File], work: Path) -> Any:
         rows = list(documents(**what))
         return {name: [row[name] for row in rows] for name in rows[0]}
     datasets.utils.logging.set_verbosity_error()
-    kinds = {"text": datasets.Value("string")} | dict.fromkeys(("high", "low", "bytes"), datasets.Value("int64"))
+    types = dict.fromkeys(("text", "note", "place"), "string") | dict.fromkeys(("high", "low", "bytes"), "int64")
+    features = {name: datasets.Value(type) for name, type in (types | {"inner": "bool"}).items()}
     return datasets.Dataset.from_generator(
-        documents, datasets.Features(kinds), str(work), gen_kwargs=what, num_proc=min(args.workers, len(files)),
+        documents, datasets.Features(features), str(work), gen_kwargs=what, num_proc=min(args.workers, len(files)),
         fingerprint=work.name,
     )  # fmt: skip
+
+
+def notes_of(rows: Any, sizes: np.ndarray, skip_undecodable: bool) -> dict[str, dict[str, int]]:
+    """How many documents have each note, of those that are left out and of those that are kept. The first is named.
+    Raises UserError if a file is undecodable, unless such files are skipped."""
+    counts, firsts = Counter(), {}
+    for index, note in enumerate(rows["note"][:]):
+        if note:
+            of = "kept" if sizes[index] else "left out", note
+            counts[of] += 1
+            if counts[of] <= 3:
+                firsts.setdefault(of, []).append(index)
+    wrong = "left out", UNDECODABLE
+    if counts[wrong] and not skip_undecodable:
+        files = ", ".join(rows["place"][index] for index in firsts[wrong])
+        more = f" and {common.counted(counts[wrong] - 3, 'more file')}" if counts[wrong] > 3 else ""
+        raise UserError(f"{files}{more}: {UNDECODABLE_REMEDY}")
+    result: dict[str, dict[str, int]] = {"left out": {}, "kept": {}}
+    for fate, note in firsts:
+        result[fate][f"{note} (first: {rows['place'][firsts[fate, note][0]]})"] = counts[fate, note]
+    return result
 
 
 def for_validation(hashes: np.ndarray, sizes: np.ndarray, share: float, least: int) -> np.ndarray:
@@ -236,16 +234,27 @@ def learn(size: int, rows: Any) -> str:
 
 @lru_cache(1)
 def tokenizer_at(path: str) -> tuple[Tokenizer, re.Pattern]:
-    """A tokenizer, and a pattern for the names of its special tokens."""
+    """A tokenizer, and a pattern for the names of its special tokens, the longest first."""
     tokenizer = open_tokenizer(path)
-    return tokenizer, re.compile("|".join(re.escape(tokenizer.tokens[id].decode()) for id in sorted(tokenizer.special)))
+    names = sorted((tokenizer.tokens[id].decode() for id in tokenizer.special), key=len, reverse=True)
+    return tokenizer, re.compile("|".join(map(re.escape, names)))
 
 
 def encode(batch: dict[str, list], path: str, special: bool) -> dict[str, list]:
-    """The tokens of texts, how many they are, and the first name of a special token in each text, or ""."""
-    tokenizer, names = tokenizer_at(path)
-    ids = [np.array(tokens, np.uint32) for tokens in common.encode_texts(tokenizer, batch["text"], 1, special)]
-    return {"ids": ids, "count": list(map(len, ids)), "special": [(names.search(t) or [""])[0] for t in batch["text"]]}
+    """The tokens of texts. "count": how many they are. "begin", "end": whether the token that begins or ends a text was
+    added. "special": how often the texts have the names of special tokens, as JSON beside the first text."""
+    (tokenizer, names), texts = tokenizer_at(path), batch["text"]
+    ids = [np.array(tokens, np.uint32) for tokens in common.encode_texts(tokenizer, texts, 1, special)]
+    begin, end = (tokenizer.tokens[id].decode() for id in (tokenizer.bos, tokenizer.eot))
+    counts = Counter(name for text in texts for name in names.findall(text))
+    return {
+        "ids": ids, "count": list(map(len, ids)), "special": [json.dumps(counts)] + [""] * (len(texts) - 1),
+        "begin": [not (special and text.startswith(begin)) for text in texts],
+        "end": [
+            begin != end and of[-1] == tokenizer.eot and not (special and text.rstrip().endswith(end))
+            for text, of in zip(texts, ids, strict=True)
+        ],
+    }  # fmt: skip
 
 
 def encode_all(rows: Any, kept: np.ndarray, workers: int, work: Path, **how: Any) -> Any:
@@ -270,13 +279,17 @@ def make(args: argparse.Namespace, files: list[File], given: Tokenizer | None, p
     """Makes `prefix`_*, the files of the dataset. Returns the summary. Raises UserError if there is too little text."""
     rows = read(args, files, prefix.parent)
     high, low, sizes = (np.array(rows[name][:], np.int64).view(np.uint64) for name in ("high", "low", "bytes"))
+    notes = notes_of(rows, sizes, args.skip_undecodable)
     order = np.lexsort((low, high))  # equal ones stay in the order of the documents
     again = np.zeros(len(order), bool)
     again[order[1:]] = (np.diff(high[order]) == 0) & (np.diff(low[order]) == 0)
-    kept = np.flatnonzero(~again & (sizes > 0))
-    summary: dict[str, Any] = {"duplicates": int((again & (sizes > 0)).sum()), "blank": int((sizes == 0).sum())}
+    keep = ~again & (sizes > 0)
+    kept, inner = np.flatnonzero(keep), np.array(rows["inner"][:], bool)
+    blank = int((sizes == 0).sum()) - sum(notes["left out"].values())
+    summary: dict[str, Any] = {"duplicates": int((again & (sizes > 0)).sum()), "blank": blank} | notes
     if len(kept) < 2:
-        raise UserError(f"{args.paths[0]}: too little text: {len(kept)} documents ({summary}); add text")
+        found = f"{common.counted(len(kept), 'document')} ({listed(summary)})"
+        raise UserError(f"{args.paths[0]}: too little text: {found}; add text, or cut it with --longest")
     high, sizes = high[kept], sizes[kept]
     source, binary = (prefix.with_name(f"{prefix.name}_tokenizer.{suffix}") for suffix in ("json", "bin"))
     if not binary.is_file():  # it is written last
@@ -287,62 +300,116 @@ def make(args: argparse.Namespace, files: list[File], given: Tokenizer | None, p
         common.write_vocabulary(prefix, given or open_tokenizer(source), Path(args.tokenizer))
     path = str(source if source.is_file() else binary)
     done = encode_all(rows, kept, args.workers, prefix.parent, path=path, special=args.special_tokens)
-    tokens, vocab_size = np.array(done["count"][:]), tokenizer_at(path)[0].vocab_size
+    tokens, tokenizer = np.array(done["count"][:]), tokenizer_at(path)[0]
+    begin = np.array(done["begin"][:], bool) & inner[kept]
+    end = np.array(done["end"][:], bool) & np.append(inner & keep, False)[kept + 1]
     val = for_validation(high, tokens, args.val, LEAST)
     for split, which in ("train", np.flatnonzero(~val)), ("val", np.flatnonzero(val)):
-        writer = ShardWriter(prefix, split, args.shard_tokens, vocab_size)
+        # A part of a text has no token that begins or ends a text where the text goes on. But if one token does both,
+        # it ends the document before, and so it stays where that is of another text.
+        first, last = begin[which].astype(int), end[which].astype(int)
+        if tokenizer.bos == tokenizer.eot:
+            first &= np.diff(kept[which], prepend=-1) == 1
+        tokens[which] -= first + last
+        writer = ShardWriter(prefix, split, args.shard_tokens, tokenizer.vocab_size)
         for item, ids in enumerate(tokens_of(done, which)):
-            writer.add(item, ids.astype(writer.dtype))
+            writer.add(item, ids[first[item] : len(ids) - last[item]].astype(writer.dtype))
         writer.finish(len(which))
         for name, of in ("documents", np.ones_like(sizes)), ("bytes", sizes), ("tokens", tokens):
             summary.setdefault(name, {})[split] = int(of[which].sum())
-    return summary | {"vocabulary": vocab_size, "special tokens": Counter(filter(None, done["special"][:]))}
+    special = sum((Counter(json.loads(counts)) for counts in filter(None, done["special"][:])), Counter())
+    return summary | {"vocabulary": tokenizer.vocab_size, "special tokens": special}
+
+
+def listed(of: dict) -> str:
+    """Such as "train 90, val 10". Inner dictionaries that are empty are left out."""
+    parts = ((key, listed(value) if isinstance(value, dict) else value) for key, value in of.items())
+    return ", ".join(f"{key} {value}" for key, value in parts if value != "")
+
+
+def check_work(work: Path) -> None:
+    """Raises UserError if a folder of another program has the name of the one that we make and remove."""
+    others = sorted(path for path in work.glob("*") if not re.fullmatch("lock|[0-9a-f]{16}", path.name))
+    if work.is_symlink() or others:
+        common.refuse_to_replace((others or [work])[0], "-o")
+
+
+def remove_work(work: Path, lock: Lock) -> None:
+    """Removes what this program has made there, and the folder if nothing else is in it."""
+    try:
+        for path in work.glob("[0-9a-f]" * 16):
+            shutil.rmtree(path)
+        lock.release()
+        if work.exists():
+            work.rmdir()
+    except OSError as error:
+        say(f"{work}: cannot be removed ({why(error)})")
+
+
+def training_command(args: argparse.Namespace, tokens: int) -> str:
+    """What trains a small model on the data, or the model whose tokenizer they have, if it is beside the tokenizer.
+    tokens: for validation."""
+    tokenizer, script, model = Path(args.tokenizer), "train_gpt2_fp32.py", "d6"
+    for path in sorted(tokenizer.parent.glob("*.bin")):
+        if tokenizer in model_tokenizers(path) and (found := script_of(first_word(path))):
+            script, model = found, str(path)
+    sizes = f"-b 4 -t {min(256, 1 << (tokens // 5).bit_length() >> 1)} -x 1000"
+    return f"python {script} -i {shlex.quote(str(args.out))} -e {shlex.quote(model)} {sizes}"
 
 
 def main() -> None:
-    args, skipped = make_parser().parse_args(), Counter()
+    parser, skipped = make_parser(), Counter()
+    args = parser.parse_args()
     out, work, end = args.out, args.out.with_name(f"{args.out.name}_work"), f"{args.out.name}_summary.json"
     if out.is_dir() or not out.name:
         raise UserError(f"-o {out}: must be a prefix of file names, such as data/mine")
     files = find_files(args, skipped)
+    no_text = {suffix_of(f"x{suffix}")[0] for suffix in skipped} & NO_TEXT.keys()
+    no_text = [f"{suffix} is {NO_TEXT[suffix]}" for suffix in sorted(no_text)]
     if not files:
-        raise UserError(f"{args.paths[0]}: no text there; skipped {dict(skipped)}: --suffix .x reads files as text")
+        remedy = no_text[0] if no_text else "--suffix .x reads files as text"
+        raise UserError(f"{args.paths[0]}: no text there; skipped: {listed(skipped) or 'nothing'}; {remedy}")
+    say_idle(args, parser.given, files)
     given = None if args.train_tokenizer else common.load_tokenizer(args.tokenizer)
+    check_work(work)
     lock = Lock(work / "lock", work, "-o", make=True)
     options = {name: value for name, value in vars(args).items() if name not in ("workers", "out")}
-    known = [Path(name).read_bytes() for name in (__file__, args.tokenizer) if os.path.isfile(name)]
+    known = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    known += [Path(args.tokenizer).read_bytes()] if os.path.isfile(args.tokenizer) else []
     about = hashlib.sha256(b"".join([json.dumps([options, files]).encode(), *known])).hexdigest()
     prefix = work / about[:16] / out.name
     if not prefix.with_name(end).is_file():
-        name, ends = glob.escape(out.name), ("train*.bin", "val*.bin", "tokenizer.*")
+        name, ends = glob.escape(out.name), ("train*.bin", "val*.bin", "tokenizer.*", "summary.json")
         for path in (path for end in ends for path in out.parent.glob(f"{name}_{end}")):
             if path.absolute().with_suffix("") != Path(args.tokenizer).absolute().with_suffix(""):
-                raise UserError(f"{path} belongs to another dataset: choose another -o, or remove it")
+                common.refuse_to_replace(path, "-o")
         prefix.parent.mkdir(exist_ok=True)
         try:
             summary = make(args, files, given, prefix) | {"skipped": dict(sorted(skipped.items())), "options": options}
         except Exception as error:  # datasets' are of many kinds
             cause = error.__cause__ or error
-            kind, why = type(cause).__name__, first_line(cause)
+            kind, reason = type(cause).__name__, first_line(cause)
             if kind == "RemoteTraceback":  # of another process: a text
-                kind, why = re.findall(r"(?m)^(?:\w+\.)*(\w+): (.+)", str(cause))[0]
+                kind, reason = re.findall(r"(?m)^(?:\w+\.)*(\w+): (.+)", str(cause))[0]
             if kind not in ("UserError", "Unsuitable"):
-                raise UserError(f"{work}: {why}; the same command goes on from there") from None
-            shutil.rmtree(work)  # it is of no use
-            raise UserError(why) from None
+                raise UserError(f"{work}: {reason}; the same command goes on from there") from None
+            remove_work(work, lock)  # it is of no use
+            raise UserError(reason) from None
         with replacing(prefix.with_name(end)) as file:
             file.write(json.dumps(summary, indent=1).encode())
-    for path in sorted(prefix.parent.glob(f"{glob.escape(out.name)}_*"), key=lambda path: (path.name == end, path)):
-        if path.suffix in (".bin", ".json") and ".progress." not in path.name:
-            os.replace(path, out.with_name(path.name))
-    shutil.rmtree(work)
-    lock.release()
-    for name, of in (summary := json.loads(out.with_name(end).read_text())).items():
-        print(f"{name:14} {', '.join(f'{key} {n}' for key, n in of.items()) if isinstance(of, dict) else of}")
+    made = [path for path in prefix.parent.glob(f"{glob.escape(out.name)}_*") if ".progress." not in path.name]
+    made = [path for path in made if path.suffix in (".bin", ".json", ".jinja")]
+    common.move(sorted(made, key=lambda path: (path.name == end, path)), out.parent, "-o")
+    remove_work(work, lock)
+    summary = json.loads(out.with_name(end).read_text(encoding="utf-8"))
+    for name, of in summary.items():
+        if of != {} and name != "options":
+            print(f"{name:14} {listed(of) if isinstance(of, dict) else of}")
+    for line in no_text:
+        print(f"{line}.")
     if summary["special tokens"] and not args.special_tokens:
         print("These names of special tokens are encoded as text: --special-tokens encodes them as the tokens.")
-    flags = f"-e d6 -b 4 -t {min(256, 1 << (summary['tokens']['val'] // 5).bit_length() >> 1)} -x 1000"
-    print(f"\n    python train_gpt2_fp32.py -i {shlex.quote(str(out))} {flags}")
+    print(f"\n    {training_command(args, summary['tokens']['val'])}")
 
 
 if __name__ == "__main__":
