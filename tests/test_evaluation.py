@@ -52,7 +52,9 @@ def count_correct(training: Training, loader: EvalLoader) -> int:
         model.forward(acts, batch)
         model.loss(acts, batch)
 
-    return round(evaluate(Batches(batch, acts.losses, loader), forward_loss) * loader.num_examples)
+    correct, answered = evaluate(Batches(batch, acts.losses, loader), forward_loss)
+    assert answered == loader.num_examples
+    return correct
 
 
 def answers(model, examples, normalised: bool = True) -> list[int]:
@@ -101,9 +103,12 @@ def test_a_row_is_a_context_with_one_of_its_completions(tmp_path):
     ]  # fmt: skip
     losses = np.full((5, 6), -100.0, np.float32)  # what counts for nothing must not count
     losses[0, 1], losses[1, 1:4], losses[2, 1:3], losses[3, 1] = 2.0, (1, 1, 4), (1, 2), 3.0  # means 2, 2, 1.5, 3
-    assert loader.count_correct(losses) == 1
+    assert loader.count_correct(losses) == (1, 1)
     losses[2, 2] = 4.0
-    assert loader.count_correct(losses) == 0
+    assert loader.count_correct(losses) == (0, 1)
+    for value in np.nan, np.inf, -np.inf:
+        losses[1, 2] = value
+        assert loader.count_correct(losses) == (0, 0)
 
 
 def test_after_the_last_batch_and_after_a_reset_comes_the_first(tmp_path, rng):
@@ -128,7 +133,7 @@ def test_rows_without_an_example_are_never_counted(tmp_path, rng):
     write_evaluation(tmp_path / "eval.bin", [(0, [1], [[2], [3], [4], [5]])])
     loader = EvalLoader(tmp_path / "eval.bin", 13, 4, V)
     loader.next_batch(*batch(13, 4))
-    assert loader.count_correct(np.zeros((13, 4), np.float32)) == 1
+    assert loader.count_correct(np.zeros((13, 4), np.float32)) == (1, 1)
 
 
 def test_a_file_is_taken_that_just_fits(tmp_path):

@@ -219,22 +219,25 @@ def _check_spelling(tokenizer: Tokenizer, text: str, ids: list[int], special: bo
 def encode_texts(
     tokenizer: Tokenizer, texts: list[str], num_threads: int | None = None, special: bool = False
 ) -> list[list[int]]:
-    """The tokens of texts as a dataset holds them: before each the token that begins a text, unless it is there
-    already. Raises Unsuitable as `encode` does."""
-    encoded = encode(tokenizer, texts, num_threads, special)
-    return [ids if special and ids[:1] == [tokenizer.bos] else [tokenizer.bos, *ids] for ids in encoded]
+    """The tokens of texts as a dataset holds them: before each the token that begins a text, and after it, if that is
+    another one, the token that ends a text, unless they are there already. Raises Unsuitable as `encode` does."""
+    begin, end = [tokenizer.bos], [tokenizer.eot] * (tokenizer.eot != tokenizer.bos)
+
+    def whole(ids: list[int]) -> list[int]:
+        first, last = (ids[:1], ids[-1:]) if special else ([], [])
+        return begin * (first != begin) + ids + end * (last != end)
+
+    return [whole(ids) for ids in encode(tokenizer, texts, num_threads, special)]
 
 
 def write_vocabulary(prefix: Path, tokenizer: Tokenizer, source: Path | None = None) -> None:
     """Writes `<prefix>_tokenizer.bin`, so that whoever reads the data can turn it back into text, and where the
-    tokenizer is of a .json, `source`, before it `<prefix>_tokenizer.json`, which encodes prompts as the data.
-
-    Its end-of-text token, which the trainer begins its samples with, is the one that stands before each text.
-    """
+    tokenizer is of a .json, `source`, before it `<prefix>_tokenizer.json`, which encodes prompts as the data."""
     if source is not None and source.suffix == ".json":
         for name, content in tokenizer_files(source, f"{prefix.name}_").items():
             with replacing(prefix.with_name(name)) as file:
                 file.write(content)
     path = prefix.with_name(f"{prefix.name}_tokenizer.bin")
-    write_tokenizer(path, tokenizer.tokens, tokenizer.bos)
+    known = tokenizer.bos, tokenizer.special, tokenizer.space, tokenizer.as_gpt2
+    write_tokenizer(path, tokenizer.tokens, tokenizer.eot, *known)
     print(f"{path}: {tokenizer.vocab_size:,} tokens in the vocabulary")

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from device.errors import UserError, escaped
-from llmc.data.hf_tokenizer import NEIGHBOURS, HuggingFaceTokenizer
+from llmc.data.hf_tokenizer import NEIGHBOURS, HuggingFaceTokenizer, named_ends, prefix_of
 from llmc.data.tokenizer import STARTER, Tokenizer, byte_tokenizer, gpt2_tokenizer, read_tokenizer
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a tokenizer: a `.json` as HuggingFaceTokenizer does, any other file as `read_tokenizer` does. Raises
-    UserError if the file is missing, damaged or something else."""
-    return HuggingFaceTokenizer(path) if Path(path).suffix == ".json" else read_tokenizer(path)
+    """Reads a tokenizer: a `.json` as HuggingFaceTokenizer does, any other file as `read_tokenizer` does. A text ends
+    also at the tokens that the files beside it name. Raises UserError if the file is missing, damaged or something
+    else."""
+    tokenizer = HuggingFaceTokenizer(path) if Path(path).suffix == ".json" else read_tokenizer(path)
+    tokenizer.ends.update(named_ends(Path(path), tokenizer.tokens))
+    return tokenizer
 
 
 # The tokenizer of a dataset
@@ -124,10 +127,8 @@ def tokenizer_files(path: Path, prefix: str) -> dict[str, bytes]:
     """The contents of a tokenizer's files, by the names that they get with another prefix: the file itself; beside an
     `x_tokenizer.bin` the `x_tokenizer.json` that says how a prompt is encoded; beside a .json the NEIGHBOURS. Empty
     files are left out. Raises UserError if one cannot be read."""
-    own = f"tokenizer{path.suffix}"
-    named = path.name.endswith(own)
-    old = path.name.removesuffix(own) if named else ""
-    others = ("tokenizer.json", *NEIGHBOURS) if named or path.suffix == ".json" else ()
+    own, old = f"tokenizer{path.suffix}", prefix_of(path)
+    others = ("tokenizer.json", *NEIGHBOURS) if path.name == old + own or path.suffix == ".json" else ()
     places = {name: path.with_name(old + name) for name in others} | {own: path}
     try:
         files = {prefix + name: file.read_bytes() for name, file in places.items() if file.is_file()}

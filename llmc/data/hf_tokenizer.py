@@ -5,14 +5,22 @@ import re
 from pathlib import Path
 
 from device.errors import UserError
-from llmc.data.tokenizer import END_OF_TEXT, Tokenizer, in_one_line, say_once
+from llmc.data.tokenizer import (
+    AFTER_SPECIAL,
+    BEFORE_A_TEXT,
+    END_OF_TEXT,
+    GPT2_PATTERN,
+    NO_SPACE,
+    Tokenizer,
+    in_one_line,
+    say_once,
+)
 from llmc.files.files import check_no_pointer, open_file
 
 TEXT_ENDS = (END_OF_TEXT, "<|end_of_text|>")  # names that say what the token is for
 OTHER_ENDS = ("</s>", "<eos>", "<|im_end|>")  # tokens that may end a text, or a part of one
 
-# Files that go along with a tokenizer.json; x_config.json beside x_tokenizer.json. The .json may name the token that
-# ends a text.
+# Files that go along with a tokenizer; x_config.json beside x_tokenizer.json. The .json may name tokens that end a text.
 NEIGHBOURS = (
     "tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json", "chat_template.jinja"
 )  # fmt: skip
@@ -24,6 +32,14 @@ JSON_REMEDY = "take the model's own tokenizer.json from the Hugging Face hub"
 SUPPORTED = "byte-level BPE is supported, as of GPT-2, Llama 3 or Pythia, and byte fallback, as of Llama 2 or Mistral"
 CUTTING = re.compile(r'"(type": "(Whitespace|WhitespaceSplit|Bert\w+|CharDelimiterSplit)|behavior": "Removed)"')
 SAMPLE = "It's the  12th\tof\n\nMay, naïve café 你好 🙂 (b)"
+BY_REGEX = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+GPT2_SPLITS = (  # how a pre-tokenizer may say it
+    BY_REGEX,
+    {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": GPT2_PATTERN}, "behavior": "Isolated", "invert": False},
+        BY_REGEX | {"use_regex": False},
+    ]},
+)  # fmt: skip
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -45,13 +61,12 @@ class HuggingFaceTokenizer(Tokenizer):
         with in_one_line(f"{path}: the tokenizers library cannot read it", f"; {JSON_REMEDY}"):
             self._path, self._fallback, self._library = path, _falls_back(path, content), _open_library(path)
             self.normalizer = self._library.normalizer
-            tokens = self._spelled_tokens()
-            super().__init__(tokens, _end_of_text(Path(path), tokens))
-            self.bos = next(iter(self._library.encode("").ids), self.eot)
-            if self.bos >= len(tokens):
-                raise UserError(f"{path}: it begins a text with token {self.bos} of {len(tokens)}; {JSON_REMEDY}")
-            added_tokens = self._library.get_added_tokens_decoder()
-            self.special |= {self.bos, *(token for token, added in added_tokens.items() if added.special)}
+            tokens, added_tokens = self._spelled_tokens(), self._library.get_added_tokens_decoder()
+            eot, bos = _end_of_text(Path(path), tokens), self._begin_of_text()
+            if bos is not None and bos >= len(tokens):
+                raise UserError(f"{path}: it begins a text with token {bos} of {len(tokens)}; {JSON_REMEDY}")
+            special = (token for token, added in added_tokens.items() if added.special)
+            super().__init__(tokens, eot, bos, special, as_gpt2=self._splits_as_gpt2(content))
             self._check_spelling()
 
     def _spelled_tokens(self) -> list[bytes]:
@@ -77,20 +92,40 @@ class HuggingFaceTokenizer(Tokenizer):
                 tokens[token] = added.content.encode()
         return tokens
 
+    def _begin_of_text(self) -> int | None:
+        """The token that the file puts before a text, if it does. (One after the text is none.)"""
+        alone = self._library.encode("a", add_special_tokens=False).ids
+        ids = self._library.encode("a").ids
+        return ids[0] if ids[: len(alone)] != alone else None
+
+    def _splits_as_gpt2(self, content: dict) -> bool:
+        """Whether a `.bin` of these tokens encodes as this file does."""
+        split, model = self._library.pre_tokenizer, content["model"]
+        state = split.__getstate__().decode().replace('"trim_offsets":false', '"trim_offsets":true') if split else "{}"
+        if self._fallback or self.normalizer or json.loads(state) not in GPT2_SPLITS or "merges" not in model:
+            return False
+        parts = (merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ()))
+        merged = [model["vocab"].get("".join(pair), -1) for pair in parts]
+        return not model.get("ignore_merges") and merged == sorted(merged)
+
     def _check_spelling(self) -> None:
-        """Raises UserError unless the tokens of a text spell it. Finds out whether the library's decoder drops a space
-        in front."""
+        """Raises UserError unless the tokens of a text spell it. Finds out where the tokenizer puts spaces."""
         sample = "".join(c for c in SAMPLE if not set(c.encode()) & set(self._missing))
-        ids = self._library.encode(sample, add_special_tokens=False).ids
-        spelled, wanted = b"".join(self.tokens[token] for token in ids), self.normal(sample).encode()
+        wanted = self.normal(sample).encode()
+        spelled, after_end = map(self._spelling, (sample, self.tokens[self.eot].decode(errors="replace") + sample))
         if spelled not in (wanted, b" " + wanted):
             found = f"{wanted.decode()!r} comes back as {spelled.decode(errors='replace')!r}"
             raise UserError(f"{self._path}: its tokens do not spell a text: {found}; {SUPPORTED}")
-        decoded = self._library.decode(ids, skip_special_tokens=False)
-        self.lead = " " * (spelled == b" " + decoded.encode())
+        everywhere = after_end == self.tokens[self.eot] + spelled
+        self.space = NO_SPACE if spelled == wanted else AFTER_SPECIAL if everywhere else BEFORE_A_TEXT
+
+    def _spelling(self, text: str) -> bytes:
+        return b"".join(self.tokens[token] for token in self._library.encode(text, add_special_tokens=False).ids)
 
     def normal(self, text: str) -> str:
-        text = self.normalizer.normalize_str(text) if self.normalizer else text
+        """The text as the normalizer changes it, without the space that it may put before a text."""
+        if self.normalizer and text:
+            text = self.normalizer.normalize_str(text)[self.normalizer.normalize_str("a")[:1] in "▁ " :]
         return text.replace("▁", " ") if self._fallback else text
 
     def encode(self, text: str) -> list[int]:
@@ -158,21 +193,34 @@ def _open_library(path: str | Path):
 
 def _end_of_text(path: Path, tokens: list[bytes]) -> int:
     """The token that ends a text. Raises UserError if neither the vocabulary nor a file beside it says which."""
-    ids, named = {token: number for number, token in enumerate(tokens)}, []
-    for name in NEIGHBOURS:
-        beside = path.with_name(path.name.rpartition("tokenizer.json")[0] + name)
-        if name.endswith(".json") and beside.is_file():
-            end, several = (read_json(beside).get(key) for key in ("eos_token", "eos_token_id"))
-            named.append(end.get("content") if isinstance(end, dict) else end)  # an AddedToken, written out
-            named += several[:1] if isinstance(several, list) else [several]  # chat models have several
-    for end in (*TEXT_ENDS, *named, *OTHER_ENDS):
-        token = ids.get(end.encode(errors="surrogatepass")) if isinstance(end, str) else end
-        if type(token) is int and 0 <= token < len(tokens):
-            return token
+    first, others = ([name.encode() for name in names] for names in (TEXT_ENDS, OTHER_ENDS))
+    ids = {token: number for number, token in enumerate(tokens)}
+    named = [ids[name] for name in first if name in ids] or named_ends(path, tokens)
+    for end in [*named, *(ids[name] for name in others if name in ids)]:
+        return end
     raise UserError(
         f"{path}: it does not say which token ends a text; put the model's tokenizer_config.json, which names this "
         "token as eos_token, beside it"
     )
+
+
+def named_ends(path: Path, tokens: list[bytes]) -> list[int]:
+    """The tokens that end a text by the files beside a tokenizer's file. (Chat models have several.) Raises UserError
+    if one of these files is damaged."""
+    ids, found = {token: number for number, token in enumerate(tokens)}, []
+    for beside in (path.with_name(prefix_of(path) + name) for name in NEIGHBOURS if name.endswith(".json")):
+        if beside.is_file():
+            end, several = (read_json(beside).get(key) for key in ("eos_token", "eos_token_id"))
+            found.append(end.get("content") if isinstance(end, dict) else end)  # an AddedToken, written out
+            found += several if isinstance(several, list) else [several]
+    numbers = (ids.get(end.encode(errors="surrogatepass")) if isinstance(end, str) else end for end in found)
+    return [end for end in numbers if type(end) is int and 0 <= end < len(tokens)]
+
+
+def prefix_of(path: Path) -> str:
+    """x_ of a tokenizer's x_tokenizer.json or x_tokenizer.bin; of other names nothing."""
+    own = f"tokenizer{path.suffix}"
+    return path.name.removesuffix(own) if path.name.endswith(own) else ""
 
 
 def without_surrogates(text: str) -> str:
