@@ -340,7 +340,7 @@ def test_bad_prompts_stops_and_samples_are_told_in_one_line(model, capsys, tmp_p
     files = {
         "breaks.txt": b"\n\r\n", "latin1.txt": b"a\nGr\xfc\xdfe", "long.txt": b"x\n" + b"y" * 40,
         "no.jsonl": b'{"prompt": "a"}\n{"text": "b"}\n', "broken.jsonl": b'{"prompt": "a"',
-        "half.jsonl": b'{"prompt": "\\ud83d"}',
+        "none.json": b"[]", "number.json": b'["a", 3]',
     }  # fmt: skip
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
@@ -359,9 +359,9 @@ def test_bad_prompts_stops_and_samples_are_told_in_one_line(model, capsys, tmp_p
         assert told(flag, "breaks.txt") == f"breaks.txt is empty: write a prompt into it, or leave {flag} out"
         assert f"{flag} gone.txt: no such file or directory; name a file" in told(flag, "gone.txt")
         assert told(flag, "latin1.txt") == "latin1.txt is not UTF-8 from byte 4 on: convert it (iconv -t UTF-8)"
-    for name, line in ("no", 2), ("broken", 1), ("half", 1):
-        form = f'{name}.jsonl, line {line}: not of the form {{"prompt": "text"}}'
-        assert told("--prompts", f"{name}.jsonl") == form
+    for place in "no.jsonl, line 2", "broken.jsonl, line 1", "number.json, record 2":
+        assert told("--prompts", place.split(",")[0]) == f'{place}: not of the form {{"prompt": "text"}}'
+    assert told("--prompts", "none.json").startswith("none.json has no prompt: write one into it")
     assert "--prompt is not UTF-8: convert it" in told("--prompt", "a\udcfc")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert told("--prompt-file", "-").startswith("standard input is empty: write a prompt into it, ")

@@ -936,6 +936,8 @@ def of_kind(kind: str, config: Config, folder: Path):
 @pytest.mark.parametrize("kind", ["llama2_like", "mistral_like"])
 def test_byte_fallback_is_imported_makes_data_writes_texts_and_is_exported(kind, tmp_path, monkeypatch, capsys):
     theirs, library = of_kind(kind, LLAMA, tmp_path / "saved")
+    for name in "config.json", "generation_config.json":
+        change(tmp_path / "saved" / name, eos_token_id=2)
     imported(tmp_path / "saved", tmp_path)
     monkeypatch.chdir(tmp_path)
     binary = open_tokenizer("imported_tokenizer.bin")
@@ -948,7 +950,8 @@ def test_byte_fallback_is_imported_makes_data_writes_texts_and_is_exported(kind,
         (tmp_path / "in" / f"{number}.txt").write_text(text, encoding="utf-8")
     make_data(monkeypatch, "in", "-o", "mine", "--tokenizer", "imported_tokenizer.json")
     data = np.concatenate([open_tokens(f"mine_{split}_000000.bin")[:] for split in ("train", "val")])
-    documents = [part[1:].tolist() for part in np.split(data, np.flatnonzero(data == 1)[1:])]
+    assert (data == 1).sum() == (data == 2).sum() == 30  # <s>, text, </s>
+    documents = [part[1:-1].tolist() for part in np.split(data, np.flatnonzero(data == 1)[1:])]
     library.encode_special_tokens = True
     assert sorted(documents) == sorted(library.encode(text, add_special_tokens=False).ids for text in texts)
     library.encode_special_tokens = False

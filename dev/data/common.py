@@ -163,12 +163,17 @@ def lines_of(path: str | Path, blocks: Iterable[str]) -> Iterator[str]:
 
 
 def load_tokenizer(name: str | Path | None) -> Tokenizer:
-    """The tokenizer of a `.bin` or a `tokenizer.json`, that of bytes, or GPT-2's. Says where it changes texts."""
+    """The tokenizer of a `.bin` or a `tokenizer.json`, that of bytes, or GPT-2's, to encode with. Says where it changes
+    texts."""
     if name in ("bytes", "gpt2", None):
         return byte_tokenizer() if name == "bytes" else gpt2_tokenizer()
     check_saved(Path(name))
     try_tokenizer(Path(name))
     tokenizer = open_tokenizer(name)
+    if Path(name).suffix != ".json" and not tokenizer.as_gpt2:
+        tokenizer.encode("a")  # which says why it cannot
+    if Path(name).suffix != ".json" and tokenizer.vocab_size not in (257, 50257):
+        print(f"{name}: a .bin does not say how text is split: it is split as GPT-2's")
     if tokenizer.normalizer:
         state = json.loads(tokenizer.normalizer.__getstate__())
         changes = " + ".join(part["type"] for part in state.get("normalizers", [state]))
@@ -231,9 +236,10 @@ def encode_texts(
 
 
 def write_vocabulary(prefix: Path, tokenizer: Tokenizer, source: Path | None = None) -> None:
-    """Writes `<prefix>_tokenizer.bin`, so that whoever reads the data can turn it back into text, and where the
-    tokenizer is of a .json, `source`, before it `<prefix>_tokenizer.json`, which encodes prompts as the data."""
-    if source is not None and source.suffix == ".json":
+    """Writes `<prefix>_tokenizer.bin`, so that whoever reads the data can turn it back into text. Before it writes what
+    belongs to the tokenizer's file, `source`: of a .json `<prefix>_tokenizer.json`, which encodes prompts as the data,
+    and the files beside it."""
+    if source is not None and source.suffix in (".json", ".bin"):
         for name, content in tokenizer_files(source, f"{prefix.name}_").items():
             with replacing(prefix.with_name(name)) as file:
                 file.write(content)

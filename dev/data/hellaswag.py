@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 from dev.data.common import DATA, Unsuitable, blocks_of, download, encode, load_tokenizer, make_folder, run
 from device.errors import UserError
 from llmc.data.evaluation import START_EXAMPLE
+from llmc.data.find_tokenizer import named_tokenizer
 from llmc.data.tokenizer import Tokenizer
 from llmc.files.files import make_header, replacing
 from llmc.files.magic import EVALUATION
@@ -33,6 +34,8 @@ def encode_example(number: int, example: dict, tokenizer: Tokenizer) -> list[int
     context = example["ctx"]
     encoded = encode(tokenizer, [context, *(f"{context} {ending}" for ending in example["endings"])])
     common = len(os.path.commonprefix(encoded))
+    if not common:
+        raise ValueError("no context")
     context, *endings = encoded[0][:common], *(tokens[common:] for tokens in encoded[1:])
     label = int(example["label"])
     if len(endings) != 4 or not 0 <= label < 4:
@@ -50,7 +53,7 @@ def main() -> None:
     parser.add_argument("--out", metavar="FILE", type=a_path, default=DATA / "hellaswag_val.bin", help="(%(default)s)")
     args = parser.parse_args()
 
-    tokenizer = load_tokenizer(args.tokenizer)
+    tokenizer = load_tokenizer(args.tokenizer and named_tokenizer(args.tokenizer))
     if tokenizer.vocab_size > START_EXAMPLE:
         raise UserError(
             f"{args.tokenizer}: {tokenizer.vocab_size} tokens are too many for an evaluation file, whose tokens have "

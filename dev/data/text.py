@@ -33,7 +33,7 @@ os.environ.setdefault("TQDM_MININTERVAL", "2")
 from dev.data import common
 from dev.data.shards import ShardWriter, load_texts
 from device.errors import UserError, first_line
-from llmc.data.find_tokenizer import open_tokenizer
+from llmc.data.find_tokenizer import named_tokenizer, open_tokenizer
 from llmc.data.hf_tokenizer import MAX_VOCAB_SIZE, without_surrogates
 from llmc.data.tokenizer import END_OF_TEXT, Tokenizer
 from llmc.files.directory import Lock
@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
         f" {' '.join(common.PACKED)}; what datasets saved; OWNER/NAME[:CONFIG] of the Hugging Face hub")  # fmt: skip
     add("-o", "--out", metavar="PREFIX", type=a_path, required=True, help="such as data/mine")
     tokenizers = parser.add_mutually_exclusive_group()
-    tokenizers.add_argument("--tokenizer", metavar="NAME|FILE", default="gpt2", help="or bytes, .json, .bin (gpt2)")
+    tokenizers.add_argument("--tokenizer", metavar="NAME|FILE", default="gpt2", help="or bytes, file, folder (gpt2)")
     tokenizers.add_argument("--train-tokenizer", metavar="N", type=vocabulary, help="learn N tokens from the text")
     add("--special-tokens", action="store_true", help="encode the names of special tokens as these tokens (as text)")
     add("--field", metavar="NAME", nargs="+", default=["text"], help="the text in records; several are joined (text)")
@@ -307,6 +307,7 @@ def main() -> None:
     files = find_files(args, skipped)
     if not files:
         raise UserError(f"{args.paths[0]}: no text there; skipped {dict(skipped)}: --suffix .x reads files as text")
+    args.tokenizer = str(named_tokenizer(Path(args.tokenizer)))
     given = None if args.train_tokenizer else common.load_tokenizer(args.tokenizer)
     lock = Lock(work / "lock", work, "-o", make=True)
     options = {name: value for name, value in vars(args).items() if name not in ("workers", "out")}
@@ -333,7 +334,7 @@ def main() -> None:
         with replacing(prefix.with_name(end)) as file:
             file.write(json.dumps(summary, indent=1).encode())
     for path in sorted(prefix.parent.glob(f"{glob.escape(out.name)}_*"), key=lambda path: (path.name == end, path)):
-        if path.suffix in (".bin", ".json") and ".progress." not in path.name:
+        if path.suffix in (".bin", ".json", ".jinja") and ".progress." not in path.name:
             os.replace(path, out.with_name(path.name))
     shutil.rmtree(work)
     lock.release()

@@ -41,7 +41,7 @@ from dev.hf.common import SAVE_AGAIN, config_json, families, named_tensors, read
 from dev.hf.family import Family, Settings
 from dev.scripts import kind_of_magic
 from device.errors import UserError, escaped, first_line
-from llmc.data.hf_tokenizer import NEIGHBOURS
+from llmc.data.hf_tokenizer import NEIGHBOURS, OLDER
 from llmc.files.files import check_no_pointer, first_word
 from llmc.files.model_file import new_model
 from llmc.model.tensors import Config, layout, num_parameters
@@ -64,7 +64,6 @@ BUFFERS = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.
 WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+")  # what DistributedDataParallel and torch.compile put before a name
 LITTLE = 1 << 20  # parameters
 ADAPTER = "adapter_config.json"
-OLDER = ("tokenizer.model", "vocab.json", "merges.txt")  # from before there was tokenizer.json
 TEMPLATES = "additional_chat_templates"  # a folder
 HEAD = "lm_head.weight"
 BELOW = ("*", "snapshots/*", "*/snapshots/*")  # where a model lies in a Trainer's output and in the hub's cache

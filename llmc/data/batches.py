@@ -135,7 +135,7 @@ def validate(
     stopped: Callable[[], bool] | None = None,
 ) -> tuple[float, float | None] | None:
     """The mean loss over the first num_batches of the validation data, in nats a token, and the same in bits per byte
-    (`bits_per_byte`). text_bytes (`Tokenizer.text_bytes`) counts a batch's bytes of text; without it the second is None.
+    (`bits_per_byte`). text_bytes counts a batch's bytes (`Tokenizer.text_bytes`); without it the second is None.
     Returns None in place of the pair if `stopped` before the end. Without `stopped`, raises UserError if a batch cannot
     be read."""
 

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from device.errors import UserError, escaped
-from llmc.data.hf_tokenizer import NEIGHBOURS, HuggingFaceTokenizer, named_ends, prefix_of
-from llmc.data.tokenizer import STARTER, Tokenizer, byte_tokenizer, gpt2_tokenizer, read_tokenizer
+from llmc.data.hf_tokenizer import NEIGHBOURS, OLDER, HuggingFaceTokenizer, named_ends, prefix_of
+from llmc.data.tokenizer import STARTER, Tokenizer, byte_tokenizer, gpt2_tokenizer, read_tokenizer, say_once
+from llmc.files.checkpoint_dir import newest_checkpoint
+from llmc.files.files import first_word
+from llmc.files.magic import script_of
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
@@ -18,6 +21,34 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
     tokenizer = HuggingFaceTokenizer(path) if Path(path).suffix == ".json" else read_tokenizer(path)
     tokenizer.ends.update(named_ends(Path(path), tokenizer.tokens))
     return tokenizer
+
+
+def named_tokenizer(name: Path) -> Path:
+    """The tokenizer's own file, for whatever the user names: that file, "gpt2" or "bytes"; a folder, a model, its
+    weights or a file that goes along with a tokenizer. Of a `.bin` and the .json beside it, it is the .json, which
+    encodes exactly, and a line says so. Raises UserError if there is none, or if a folder has several."""
+    if str(name) in ("gpt2", "bytes"):
+        return name
+    if name.is_dir():
+        place = newest_checkpoint(name) or name
+        found = [*place.glob("*tokenizer.json")] or [*place.glob("*tokenizer.bin")]
+        if len(found) > 1:
+            raise UserError(f"{place} has several tokenizers: name one of {', '.join(sorted(map(str, found)))[:300]}")
+    elif name.suffix == ".bin" and name.is_file() and not script_of(first_word(name)):  # no model
+        found = [name.with_suffix(".json")] if importlib.util.find_spec("tokenizers") else []
+        found = [path for path in found if path.is_file()] or [name]
+    elif beside := [end for end in (*NEIGHBOURS, *OLDER) if name.name.endswith(end)]:
+        prefix = name.name.removesuffix(max(beside, key=len))
+        found = [path for end in (".json", ".bin") if (path := name.with_name(f"{prefix}tokenizer{end}")).is_file()]
+    elif name.suffix in (".bin", ".safetensors") and name.is_file():
+        found = model_tokenizers(name)
+    else:
+        return name
+    if not found:
+        raise UserError(f"{name}: no tokenizer is there; name its tokenizer.json")
+    if found[0] != name:
+        say_once(f"{name}: its tokenizer is {found[0]}")
+    return found[0]
 
 
 # The tokenizer of a dataset

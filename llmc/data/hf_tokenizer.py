@@ -20,10 +20,12 @@ from llmc.files.files import check_no_pointer, open_file
 TEXT_ENDS = (END_OF_TEXT, "<|end_of_text|>")  # names that say what the token is for
 OTHER_ENDS = ("</s>", "<eos>", "<|im_end|>")  # tokens that may end a text, or a part of one
 
-# Files that go along with a tokenizer; x_config.json beside x_tokenizer.json. The .json may name tokens that end a text.
+# Files that go along with a tokenizer; x_config.json beside x_tokenizer.json. Those in JSON may name tokens that end a
+# text.
 NEIGHBOURS = (
     "tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json", "chat_template.jinja"
 )  # fmt: skip
+OLDER = ("tokenizer.model", "vocab.json", "merges.txt")  # from before there was tokenizer.json
 
 BYTES_OF_UTF8 = [*range(192), *range(194, 245)]  # all that a text can hold
 MAX_VOCAB_SIZE = 1 << 20  # no vocabulary is as large, except in a damaged file
@@ -59,7 +61,7 @@ class HuggingFaceTokenizer(Tokenizer):
         library is missing."""
         content = read_json(path)
         with in_one_line(f"{path}: the tokenizers library cannot read it", f"; {JSON_REMEDY}"):
-            self._path, self._fallback, self._library = path, _falls_back(path, content), _open_library(path)
+            self.path, self._fallback, self._library = str(path), _falls_back(path, content), _open_library(path)
             self.normalizer = self._library.normalizer
             tokens, added_tokens = self._spelled_tokens(), self._library.get_added_tokens_decoder()
             eot, bos = _end_of_text(Path(path), tokens), self._begin_of_text()
@@ -75,13 +77,13 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = self._library.get_vocab(with_added_tokens=True)
         size = max(ids.values(), default=-1) + 1
         if not 0 < size < MAX_VOCAB_SIZE:
-            raise UserError(f"{self._path}: tokens with ids up to {size - 1} are no vocabulary; {JSON_REMEDY}")
+            raise UserError(f"{self.path}: tokens with ids up to {size - 1} are no vocabulary; {JSON_REMEDY}")
         spellings = [f"<0x{byte:02X}>" for byte in range(256)] if self._fallback else byte_letters()
         byte_of = {spelling: byte for byte, spelling in enumerate(spellings)}
         self._missing = [byte for byte in BYTES_OF_UTF8 if spellings[byte] not in ids]
         if self._missing:
             count, first = len(self._missing), self._missing[0]
-            say_once(f"{self._path}: it has no token for {count} bytes, the first {first:#04x}: texts lose them")
+            say_once(f"{self.path}: it has no token for {count} bytes, the first {first:#04x}: texts lose them")
         tokens = [b"<|unused %d|>" % token for token in range(size)]
         for spelling, token in ids.items():
             found = [byte_of.get(part) for part in ([spelling] if self._fallback else spelling)]
@@ -115,7 +117,7 @@ class HuggingFaceTokenizer(Tokenizer):
         spelled, after_end = map(self._spelling, (sample, self.tokens[self.eot].decode(errors="replace") + sample))
         if spelled not in (wanted, b" " + wanted):
             found = f"{wanted.decode()!r} comes back as {spelled.decode(errors='replace')!r}"
-            raise UserError(f"{self._path}: its tokens do not spell a text: {found}; {SUPPORTED}")
+            raise UserError(f"{self.path}: its tokens do not spell a text: {found}; {SUPPORTED}")
         everywhere = after_end == self.tokens[self.eot] + spelled
         self.space = NO_SPACE if spelled == wanted else AFTER_SPECIAL if everywhere else BEFORE_A_TEXT
 
@@ -129,14 +131,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return text.replace("▁", " ") if self._fallback else text
 
     def encode(self, text: str) -> list[int]:
-        with in_one_line(f"{self._path}: the tokenizers library cannot encode a text"):
+        with in_one_line(f"{self.path}: the tokenizers library cannot encode a text"):
             return self._library.encode(without_surrogates(text), add_special_tokens=False).ids
 
     def encode_ordinary_batch(self, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
         self._library.encode_special_tokens = True  # as text
         texts = [without_surrogates(text) for text in texts]
         try:
-            with in_one_line(f"{self._path}: the tokenizers library cannot encode a text"):
+            with in_one_line(f"{self.path}: the tokenizers library cannot encode a text"):
                 return [found.ids for found in self._library.encode_batch_fast(texts, add_special_tokens=False)]
         finally:
             self._library.encode_special_tokens = False

@@ -2,9 +2,9 @@
 
 The file is: uint32[256] header (20240328, version, number of tokens, end-of-text token), then each token as one length
 byte (1..255) and its bytes. Version 1 leaves out the end-of-text token, which is GPT-2's 50256. In a file of ours the
-header goes on, where llm.c reads nothing: the token that begins a text plus 1, or 0 if it is the one that ends it; where
-the tokenizer puts a space (`Tokenizer.space`); 1 if it does not encode like GPT-2; and the number of special tokens,
-whose ids follow the tokens as uint32.
+header goes on, where llm.c reads nothing: the token that begins a text plus 1, or 0 if it is the one that ends it;
+where the tokenizer puts a space (`Tokenizer.space`); 1 if it does not encode like GPT-2; and the number of special
+tokens, whose ids follow the tokens as uint32.
 
 The file is also enough to encode like GPT-2: byte-pair encoding merges in the order in which the tokens were learned,
 and this is the order of the ids. The file does not say how text is split before merging. Other models split it
@@ -46,6 +46,7 @@ class Tokenizer:
     space of its own: nowhere, before a text, or there and after each special token in it. as_gpt2: whether it encodes
     as GPT-2 does, merging by the order of the ids."""
 
+    path = "a .bin"  # where it comes from, for messages
     rows = None  # of the model's embedding, if it has fewer than there are tokens
     normalizer = None  # the tokenizers library's, in a `.json` that has one: it changes a text before it is encoded
 
@@ -121,10 +122,12 @@ class Tokenizer:
         """The ids of the tokens, without the one that ends a text. Raises UserError if only the `.json` says how to
         encode: if the text is split in another way than GPT-2's, or if two tokens have the same bytes."""
         if not self.as_gpt2:
-            raise UserError("this model's text is not split as GPT-2's, so a .bin cannot encode: use the .json")
+            other = "its model's text is split in another way than GPT-2's"
+            raise UserError(f"{self.path}: {other}, so a .bin cannot encode: use the .json")
         ranks = {token: rank for rank, token in enumerate(self.tokens) if rank != self.eot}
         if again := self.vocab_size - 1 - len(ranks):
-            raise UserError(f"{again} tokens have the bytes of another, so a .bin cannot encode: use the .json")
+            other = f"{again} tokens have the bytes of another"
+            raise UserError(f"{self.path}: {other}, so a .bin cannot encode: use the .json")
         return ranks
 
     @cached_property
@@ -164,7 +167,9 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
     special = np.frombuffer(body, "<u4", offset=at).tolist() if at + 4 * num_special == len(body) else [-1]
     if not all(0 <= token < vocab_size for token in (max(bos - 1, 0), *special)) or space not in range(3):
         raise UserError(f"{path}: damaged in its header or after its tokens; {REMEDY}")
-    return Tokenizer(tokens, eot, bos - 1 if bos else None, special, space, not other)
+    tokenizer = Tokenizer(tokens, eot, bos - 1 if bos else None, special, space, not other)
+    tokenizer.path = str(path)
+    return tokenizer
 
 
 def write_tokenizer(

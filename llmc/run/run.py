@@ -14,6 +14,7 @@ import device
 from device.errors import UserError
 from llmc.data.batches import Batches
 from llmc.data.dataloader import DataLoader
+from llmc.data.find_tokenizer import model_tokenizers, tokenizer_files
 from llmc.data.tokenizer import Tokenizer
 from llmc.files.checkpoint_dir import lock_checkpoints
 from llmc.files.directory import Lock
@@ -209,6 +210,10 @@ def make_saver(
     recorded["model"] = settings.flags.model if origin.checkpoint is None else origin.recorded.get("model")
     started = recorded | {"model": repr(training.model.config), "fingerprint": loader.fingerprint}
     run = hashlib.sha256(json.dumps(started, sort_keys=True).encode()).hexdigest()[:16]
-    saver = Saver(training, settings, recorded, state.get("run", run), text.path, lock)
+    tokenizers = [path for path in model_tokenizers(origin.source) if path.suffix == ".bin"] if origin.source else []
+    tokenizer = {}  # the data's files, and those of the model that these lack: the tokens are the same
+    for path in [*tokenizers[:1], text.path] if text.path else []:
+        tokenizer |= tokenizer_files(path, "model_")
+    saver = Saver(training, settings, recorded, state.get("run", run), tokenizer, lock)
     saver.good = program.last_checkpoint = origin.checkpoint
     return saver
