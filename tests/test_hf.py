@@ -1,6 +1,8 @@
 """Models to and from Hugging Face's transformers: the same weights, the same logits, or one line that says why not."""
 
+import ast
 import errno
+import inspect
 import json
 import os
 import shutil
@@ -9,6 +11,7 @@ import sys
 import tracemalloc
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +21,7 @@ from dev import foreign
 from dev.data.common import load_tokenizer
 from dev.hf import export_hf, import_hf
 from dev.hf.common import end_tokens, families, named_tensors, transformers_parameters
-from dev.hf.family import Settings
+from dev.hf.family import COMMON, Settings
 from dev.hf.gpt2 import GPT2Family
 from dev.scripts import kind_of
 from device.errors import UserError
@@ -407,12 +410,70 @@ QUANTIZED = {"quant_method": "bitsandbytes"}
         (PYTHIA, "hidden_act", "relu", "gelu_pytorch_tanh or gelu or gelu_new or gelu_fast"),
         (PYTHIA, "attention_bias", False, "True"), (PYTHIA, "tie_word_embeddings", True, "False"),
         (PYTHIA, "intermediate_size", 95, "4 times hidden_size, 24,"),
+        (PYTHIA, "head_dim", 4, "hidden_size / num_attention_heads, 24 / 3,"),
+        *((config, "is_causal", False, "True") for config in FIRST),
+        *((config, "per_layer_config", {"0": {}}, "none") for config in FIRST),
+        *((config, "layer_types", ["sliding_attention"], "full_attention alone") for config in FIRST),
+        *((config, "sliding_window", 8, "none") for config in (GPT2, LLAMA, PYTHIA)),
+        (QWEN3, "use_sliding_window", True, "False"), (LLAMA, "attention_chunk_size", 8, "none"),
     ],
     ids=id_of,
 )  # fmt: skip
 def test_a_model_that_computes_something_else_is_refused(setting, value, supported, saved, tmp_path):
     change(saved / "config.json", **{setting: value})
     assert refusal(saved, tmp_path) == f"{saved}: {setting} is {value!r} in its config.json; {supported} is supported"
+
+
+# What no logit depends on: dropout, first weights, heads of classifiers, tokens' roles, how attention is computed; and
+# GPT-2's sizes, which the tensors show.
+HARMLESS = {
+    "_attn_implementation", "attention_dropout", "attn_pdrop", "bos_token_id", "classifier_dropout", "embd_pdrop",
+    "eos_token_id", "hidden_dropout", "initializer_range", "is_decoder", "max_window_layers",
+    "n_embd", "n_inner", "n_layer", "n_positions", "num_labels", "pad_token_id", "problem_type",
+    "reorder_and_upcast_attn", "resid_pdrop", "summary_activation", "summary_first_dropout", "summary_last_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj", "use_cache",
+}  # fmt: skip
+
+
+def settings_read(module) -> set[str]:
+    """The settings that a module of transformers reads of a config, and those that its config class names."""
+    found, nodes = set(), [*ast.walk(ast.parse(inspect.getsource(module)))]
+    methods = {node.func for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config") and node not in methods:
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            if ast.unparse(node.args[0]).endswith("config") and isinstance(node.args[1], ast.Constant):
+                found.add(node.args[1].value)
+        elif isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+            found |= {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
+    return found
+
+
+@pytest.mark.parametrize("kind", families())
+def test_every_setting_that_transformers_reads_is_looked_at(kind):
+    """A setting that fails here is new: refuse what it changes, or name it among the HARMLESS."""
+    family, noted = families()[kind], set()
+
+    class Noting(Settings):
+        def get(self, name, default=None):
+            noted.add(name)
+            return super().get(name, default)
+
+    config = next(config for config in FIRST if type(config) is family.Config)
+    theirs = transformers_model(config)
+    shapes = {name: list(tensor.shape) for name, tensor in tensors_of(theirs).items()}
+    given = Noting("here", theirs.config.to_dict(), shapes)
+    given.check(COMMON + family.REQUIRED + family.ALSO.get(kind, ()))
+    family.read_config(given)
+    here = f"transformers.models.{kind}"
+    classes = [import_module(f"{here}.configuration_{kind}"), import_module(f"{here}.modeling_{kind}")]
+    shared = [import_module(f"transformers.{name}") for name in ("masking_utils", "modeling_rope_utils")]
+    other_names = {ours for ours, name in theirs.config.attribute_map.items() if name in noted | HARMLESS}
+    if "use_sliding_window" in noted:  # else transformers sets it to None
+        other_names.add("sliding_window")
+    read = set().union(*map(settings_read, [*classes, *shared]))
+    assert read - noted - HARMLESS - other_names == set()
 
 
 def save_mistral(folder: Path, config: Config) -> MistralForCausalLM:

@@ -38,7 +38,7 @@ if not __package__:  # run as a program: look in the repository, not in dev/hf/,
 
 from dev.foreign import try_tokenizer
 from dev.hf.common import SAVE_AGAIN, config_json, families, named_tensors, read_json, take_tokenizer_along
-from dev.hf.family import Family, Settings
+from dev.hf.family import COMMON, Family, Settings
 from dev.scripts import kind_of_magic
 from device.errors import UserError, escaped, first_line
 from llmc.data.hf_tokenizer import NEIGHBOURS, OLDER
@@ -343,7 +343,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.heads and model_type != WITHOUT_CONFIG:
         raise UserError("--heads is for a GPT-2 without config.json: leave it out")
     family = known[model_type]
-    Settings(args.source, settings).check(family.REQUIRED + family.ALSO.get(model_type, ()))
+    Settings(args.source, settings).check(COMMON + family.REQUIRED + family.ALSO.get(model_type, ()))
     if named:
         if model_type != WITHOUT_CONFIG:  # its config.json alone says whether it can be imported
             family.read_config(Settings(args.source, settings)).check(args.source)
