@@ -425,13 +425,13 @@ def test_a_model_that_computes_something_else_is_refused(setting, value, support
 
 
 # What no logit depends on: dropout, first weights, heads of classifiers, tokens' roles, how attention is computed; and
-# GPT-2's sizes, which the tensors show.
+# what the tensors show: GPT-2's sizes, and whether weights are tied.
 HARMLESS = {
     "_attn_implementation", "attention_dropout", "attn_pdrop", "bos_token_id", "classifier_dropout", "embd_pdrop",
     "eos_token_id", "hidden_dropout", "initializer_range", "is_decoder", "max_window_layers",
     "n_embd", "n_inner", "n_layer", "n_positions", "num_labels", "pad_token_id", "problem_type",
     "reorder_and_upcast_attn", "resid_pdrop", "summary_activation", "summary_first_dropout", "summary_last_dropout",
-    "summary_proj_to_labels", "summary_type", "summary_use_proj", "use_cache",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj", "tie_word_embeddings", "use_cache", "vocab_size",
 }  # fmt: skip
 
 
@@ -463,12 +463,13 @@ def test_every_setting_that_transformers_reads_is_looked_at(kind):
     config = next(config for config in FIRST if type(config) is family.Config)
     theirs = transformers_model(config)
     shapes = {name: list(tensor.shape) for name, tensor in tensors_of(theirs).items()}
-    given = Noting("here", theirs.config.to_dict(), shapes)
+    given = Noting("here", theirs.config.to_dict() | {"sliding_window": None}, shapes)
     given.check(COMMON + family.REQUIRED + family.ALSO.get(kind, ()))
     family.read_config(given)
     here = f"transformers.models.{kind}"
     classes = [import_module(f"{here}.configuration_{kind}"), import_module(f"{here}.modeling_{kind}")]
-    shared = [import_module(f"transformers.{name}") for name in ("masking_utils", "modeling_rope_utils")]
+    names = ["masking_utils"] + ["modeling_rope_utils"] * (kind != "gpt2")
+    shared = [import_module(f"transformers.{name}") for name in names]
     other_names = {ours for ours, name in theirs.config.attribute_map.items() if name in noted | HARMLESS}
     if "use_sliding_window" in noted:  # else transformers sets it to None
         other_names.add("sliding_window")
