@@ -2,9 +2,11 @@
 
 import struct
 
+from dev.data.hellaswag import encode_example
 from device.errors import UserError
 from llmc.data.batches import Batches, evaluate
 from llmc.data.evaluation import EvalLoader
+from llmc.data.find_tokenizer import open_tokenizer
 from llmc.files.model_file import write_model
 from llmc.step.training import Training
 from models import build_from_file
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from test_tokenizer import LIBRARIES
 
 V = 61
 
@@ -86,6 +89,22 @@ def test_answers_are_those_of_transformers(one_dev, tmp_path, rng):
         labels = [(answer + shift) % 4 for answer in chosen]
         write_evaluation(tmp_path / "eval.bin", [(label, *e[1:]) for label, e in zip(labels, examples, strict=True)])
         assert count_correct(training, EvalLoader(tmp_path / "eval.bin", B, T, V)) == expected
+
+
+@pytest.mark.parametrize("kind", ["llama2_like", "mistral_like", "gpt2_like"])
+def test_context_and_ending_are_encoded_as_one_text(kind, tmp_path):
+    """A tokenizer that puts a space before a text puts none before an ending."""
+    LIBRARIES[kind].save(str(tmp_path / "tokenizer.json"))
+    example = {"ctx": "the theatre", "label": "1", "endings": ["there", "bathing", " in", "the weather — naïve"]}
+    (tmp_path / "eval.bin").write_bytes(
+        struct.pack("<4i", 20240522, 1, 1, 0).ljust(1024, b"\0")
+        + np.array(encode_example(0, example, open_tokenizer(tmp_path / "tokenizer.json")), "<u2").tobytes()
+    )
+    (found,) = EvalLoader(tmp_path / "eval.bin", 4, 64, 1000).examples
+    for ending, tokens in zip(example["endings"], found.completions, strict=True):
+        whole = LIBRARIES[kind].encode(f"the theatre {ending}", add_special_tokens=False).ids
+        assert [*found.context, *tokens] == whole
+    assert found.context.tolist() == LIBRARIES[kind].encode("the theatre", add_special_tokens=False).ids
 
 
 def test_a_row_is_a_context_with_one_of_its_completions(tmp_path):

@@ -161,6 +161,23 @@ def test_a_text_ends_before_every_token_that_generation_config_names(name, model
 
 
 @gpt2_alone
+@pytest.mark.parametrize("between", [True, False])
+def test_a_text_ends_before_the_token_between_documents_and_that_of_the_tokenizers_config(
+    between, model, theirs, capsys
+):
+    spelled = [bytes([byte]) for byte in range(EOT)] + [b"<|endoftext|>"]
+    tokens = expected_tokens(theirs, "x", 30, bos=False)
+    end = next(token for token in tokens[6:] if token < 128 and token not in tokens[:6])
+    at = tokens.index(end)
+    if between:
+        write_tokenizer("tiny_tokenizer.bin", spelled, EOT, bos=end)
+    else:
+        Path("tiny_tokenizer_config.json").write_text(json.dumps({"eos_token": chr(end)}))
+    generate.main(["--device", "cpu", "--precision", "fp32", "-e", str(model), "-g", "30", "--prompt", "x", "--no-bos"])
+    assert EOT not in tokens[:at] and capsys.readouterr().out == text_of(tokens[:at])
+
+
+@gpt2_alone
 def test_several_samples_are_one_batch_and_the_first_is_that_of_the_seed_alone(model, theirs, written):
     alone = written("-e", model, "--prompt", "ab", "-g", 20, "--seed", 5)
     three = written("-e", model, "--prompt", "ab", "-g", 20, "--seed", 5, "--samples", 3)
@@ -187,6 +204,11 @@ def test_prompts_of_different_lengths_are_one_batch_and_come_as_lines_of_json(mo
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in objects))
     again = lines_of(capsys, "-e", model, "--prompts", "prompts.jsonl", "-g", 25, "--seed", 9)
     assert again[:3] == [one | more for one in found[::2]] and [one["prompt"] for one in again[3:]] == rest
+    (tmp_path / "list.json").write_text(json.dumps([*objects[:3], *rest], indent=1))
+    listed = lines_of(capsys, "-e", model, "--prompts", "list.json", "-g", 25, "--seed", 9)
+    assert listed == again[:3] + [{k: v for k, v in one.items() if k not in more} for one in again[3:]]
+    (tmp_path / "half.json").write_text('["\\ud83d"]')  # of a pair of UTF-16
+    assert [one["prompt"] for one in lines_of(capsys, "-e", model, "--prompts", "half.json", "-g", 1)] == ["\ufffd"]
 
 
 @gpt2_alone
@@ -230,7 +252,8 @@ def test_a_text_ends_before_a_stop_text_however_tokens_spell_it(model, theirs, w
         assert written("-e", model, "--prompt", "If ", "-g", 30, "--stop", stop) == whole[:at] + "\n"
         found = written("-e", model, "--prompt", "If ", "-g", 30, "--stop", "☃☃", "--stop", stop)
         assert found == whole[:at] + "\n"
-    assert written("-e", model, "--prompt", "If ", "-g", 30, "--stop", "☃") == whole + "\n"
+    for stop in "☃", "☃" * 500:
+        assert written("-e", model, "--prompt", "If ", "-g", 30, "--stop", stop) == whole + "\n"
     assert written("-e", model, "--prompt", "If ", "-g", 30, "--stop", whole[-1] + "☃") == whole + "\n"
 
 

@@ -27,9 +27,11 @@ from dev.scripts import kind_of
 from device.errors import UserError
 from kernels.rope import rope_table
 from llmc.data.find_tokenizer import load_model_tokenizer, open_tokenizer
+from llmc.data.hf_tokenizer import NEIGHBOURS
 from llmc.data.token_file import open_tokens
 from llmc.data.tokenizer import StreamDecoder, write_tokenizer
 from llmc.files import model_file
+from llmc.files.checkpoint import save_checkpoint
 from llmc.files.model_file import read_model, write_model
 from llmc.model.tensors import Config, num_parameters
 from models import FAMILIES, GPT2S, LLAMAS, PYTHIAS, QWENS, build_from_file, send
@@ -223,7 +225,8 @@ def test_heads_that_no_config_says_can_be_given_and_are_else_a_guess_that_is_sai
     save_file(tensors_of(theirs), tmp_path / "model.safetensors")
     capsys.readouterr()
     assert imported(tmp_path / "model.safetensors", tmp_path)[0].num_heads == 1
-    said = capsys.readouterr().err
+    out, said = capsys.readouterr()
+    assert f"no tokenizer is in {tmp_path}: the model is imported without one\n" in out
     assert said.count("\n") == 1
     assert "model.safetensors: no config.json says" in said and "1 of 24 channels" in said and "--heads" in said
     assert imported(tmp_path / "model.safetensors", tmp_path, "--heads", "3")[0].num_heads == 3
@@ -917,6 +920,68 @@ def test_a_tokenizer_goes_along_with_its_model_there_and_back(with_tokenizer, tm
     assert (out / "tokenizer.json").read_bytes() == beside.read_bytes()
     settings = json.loads((out / "tokenizer_config.json").read_text())
     assert (settings["eos_token"], settings["bos_token"]) == ("<|endoftext|>", "<|begin_of_text|>")
+
+
+@pytest.mark.parametrize("named", [
+    "imported_tokenizer.json", "imported_tokenizer.bin", "imported_tokenizer_config.json", "imported.bin", "saved",
+    "saved/model.safetensors", None,
+])  # fmt: skip
+def test_a_tokenizer_goes_whole_through_data_checkpoint_and_export(
+    named, with_tokenizer, tmp_path, trainer_here, monkeypatch
+):
+    """Whichever of its files was named; and also where the data have nothing but its .bin."""
+    change(with_tokenizer / "tokenizer_config.json", eos_token="<|endoftext|>", bos_token="<|begin_of_text|>")
+    (with_tokenizer / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    imported(with_tokenizer / "model.safetensors", tmp_path)  # which takes along what lies beside it
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    for number in range(60):
+        Path(f"in/{number}.txt").write_text(f"{number}: the model's tokens")
+    make_data(monkeypatch, "in", "-o", "d", "--tokenizer", named or "imported_tokenizer.json", "--val", "0.3")
+    data = np.concatenate([open_tokens(f"d_{split}_000000.bin")[:] for split in ("train", "val")])
+    assert (data == 321).sum() == (data == 320).sum() == 60 and data[0] == 321 and data[-1] == 320
+    for path in Path().glob("d_*") if named is None else ():
+        if not path.name.endswith(("_000000.bin", "d_tokenizer.bin")):
+            path.unlink()
+    flags = "-e imported.bin -i d -b 1 -t 16 -x 1 -s 0 -v 0 --device cpu --checkpoint-dir run".split()
+    trainer_here(kind_of(Path("imported.bin")), tmp_path, flags)
+    out = exported(Path("run"), Path("out"))
+    for name in ("tokenizer.json", *NEIGHBOURS):
+        if name != "config.json":
+            assert (out / name).read_bytes() == (with_tokenizer / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("config", [replace(QWEN3, vocab_size=321)], ids=id_of)
+def test_an_export_ends_texts_where_the_data_does(saved, bpe, tmp_path, monkeypatch):
+    """A chat model's own files may name the end of a turn alone."""
+    (saved / "tokenizer.json").write_text(export_hf.tokenizer_json(open_tokenizer(bpe)))
+    for name in "config.json", "generation_config.json":
+        change(saved / name, eos_token_id=7)
+    imported(saved, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(exported(tmp_path / "imported.bin", tmp_path / "out"))
+    assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == [7, 320]
+
+
+def test_a_bin_alone_is_exported_with_the_token_that_begins_a_text(with_tokenizer, tmp_path):
+    imported(with_tokenizer, tmp_path)
+    (tmp_path / "alone").mkdir()
+    for name in "imported.bin", "imported_tokenizer.bin":
+        shutil.copy(tmp_path / name, tmp_path / "alone")
+    out = exported(tmp_path / "alone" / "imported.bin", tmp_path / "out")
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (with_tokenizer, out))
+    for text in SAMPLES:
+        assert theirs.encode(text) == ours.encode(text)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (321, 320)
+
+
+def test_an_export_does_not_go_into_a_checkpoint(tmp_path, rng):
+    params = rng.standard_normal(num_parameters(GPT2), np.float32)
+    checkpoint = save_checkpoint(tmp_path / "run", 20, GPT2, params, params, params, {})
+    before = sorted(tmp_path.rglob("*"))
+    for flags in [], ["-o", str(checkpoint / "out")]:
+        said = conftest.refusal(export_hf.main, [str(tmp_path / "run"), *flags])
+        assert said.endswith("a run may remove this checkpoint with all that is in it: name another place with -o")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @each_family

@@ -14,6 +14,7 @@ from llmc.data.tokenizer import (
     Tokenizer,
     in_one_line,
     say_once,
+    without_panic,
 )
 from llmc.files.files import check_no_pointer, open_file
 
@@ -60,7 +61,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """Raises UserError if the file is missing, damaged or of another kind, if no end is known, or if the tokenizers
         library is missing."""
         content = read_json(path)
-        with in_one_line(f"{path}: the tokenizers library cannot read it", f"; {JSON_REMEDY}"):
+        with in_one_line(f"{path}: the tokenizers library cannot read it", f"; {JSON_REMEDY}"), without_panic():
             self.path, self._fallback, self._library = str(path), _falls_back(path, content), _open_library(path)
             self.normalizer = self._library.normalizer
             tokens, added_tokens = self._spelled_tokens(), self._library.get_added_tokens_decoder()

@@ -14,6 +14,7 @@ differently. For them a `tokenizer.json` says how (hf_tokenizer.py).
 import codecs
 import os
 import sys
+import tempfile
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -270,6 +271,30 @@ def in_one_line(what: str, remedy: str = "") -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"{what} ({first_line(error)}){remedy}") from None
+
+
+@contextmanager
+def without_panic() -> Iterator[None]:
+    """Keeps from stderr what Rust reports of a panic in a library, and shows what else comes there in the end."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    panic = False
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException as error:
+            panic = type(error).__name__ == "PanicException"
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            if not panic:
+                os.write(2, held.read())
 
 
 @cache
