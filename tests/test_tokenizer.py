@@ -416,6 +416,8 @@ def test_a_document_begins_and_ends_and_does_neither_twice(json_file):
     as_text = encode_texts(llama3, [f"{begins}the"])[0]
     assert as_text[:1] == begin and as_text[-1:] == end and as_text.count(llama3.bos) == 1
     assert encode_texts(byte_tokenizer(), ["a", f"{END_OF_TEXT}b"], special=True) == [[256, 97], [256, 98]]
+    with_bin = Tokenizer([*LEARNED.tokens, b"<s>"], LEARNED.eot, bos=317)  # of the names also without its .json
+    assert with_bin.encode("<s>the<|endoftext|>") == [317, *LEARNED.encode("the"), LEARNED.eot]
     for prompt, bos, tokens in (f"{begins}the", True, begin + the), ("the", True, begin + the), ("the", False, the):
         assert generate.tokens_of([("--prompt", {"prompt": prompt})], llama3, 9, 9, bos) == [tokens]
 

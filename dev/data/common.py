@@ -187,19 +187,12 @@ def encode(
     """The tokens of texts. special: the names of special tokens in them stand for these. Raises Unsuitable if a text
     cannot be had back from its tokens."""
     if special:
-        encoded = [_encode_special(tokenizer, text) for text in texts]
+        encoded = [tokenizer.encode(text) for text in texts]
     else:
         encoded = tokenizer.encode_ordinary_batch(texts, num_threads)
     for text, ids in zip(texts, encoded, strict=True):
         _check_spelling(tokenizer, text, ids, special)
     return encoded
-
-
-def _encode_special(tokenizer: Tokenizer, text: str) -> list[int]:
-    if tokenizer.encoding is None:  # the tokenizers library encodes
-        return tokenizer.encode(text)
-    first, *others = text.split(tokenizer.tokens[tokenizer.eot].decode())
-    return [*tokenizer.encode(first), *(id for part in others for id in (tokenizer.eot, *tokenizer.encode(part)))]
 
 
 def _check_spelling(tokenizer: Tokenizer, text: str, ids: list[int], special: bool) -> None:

@@ -53,7 +53,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> str:
     spell = lambda token: "".join(letters[byte] for byte in token)  # noqa: E731
     names = {token: tokenizer.tokens[token].decode(errors="replace") for token in sorted(tokenizer.special)}
     names[tokenizer.eot] = END_OF_TEXT
-    ranks = {token: rank for token, rank in tokenizer.ranks.items() if rank not in names}
+    ranks = tokenizer.ranks
     pairs = [merged_from(token, ranks) for token in ranks if len(token) > 1]
     merges = [tuple(map(spell, pair)) for pair in pairs if all(part in ranks for part in pair)]
     vocab = {spell(token): rank for token, rank in ranks.items()} | {name: token for token, name in names.items()}

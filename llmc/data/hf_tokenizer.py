@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 from device.errors import UserError
@@ -55,13 +56,12 @@ class HuggingFaceTokenizer(Tokenizer):
     (in a chat model that would end a turn), else </s>, <eos> or <|im_end|>.
     """
 
-    encoding = None  # tiktoken's is for a .bin, which does not say how text is split
-
     def __init__(self, path: str | Path) -> None:
         """Raises UserError if the file is missing, damaged or of another kind, if no end is known, or if the tokenizers
         library is missing."""
         content = read_json(path)
-        with in_one_line(f"{path}: the tokenizers library cannot read it", f"; {JSON_REMEDY}"), without_panic():
+        panics = without_panic() if content.get("normalizer") else nullcontext()
+        with in_one_line(f"{path}: the tokenizers library cannot read it", f"; {JSON_REMEDY}"), panics:
             self.path, self._fallback, self._library = str(path), _falls_back(path, content), _open_library(path)
             self.normalizer = self._library.normalizer
             tokens, added_tokens = self._spelled_tokens(), self._library.get_added_tokens_decoder()

@@ -101,13 +101,12 @@ class Tokenizer:
         return text
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text that the user gave. The name of a special token in it is ordinary text; a `.json` takes
-        it for that token, as transformers does.
+        """The tokens of a text that the user gave. The name of a special token in it is that token, as in transformers.
 
         Raises UserError if the vocabulary lacks one of the 256 single bytes, because it then cannot spell every text.
         """
         with in_one_line("tiktoken cannot encode a text"):
-            return self.encoding.encode_ordinary(text) if text else []  # an empty text needs no vocabulary
+            return self.encoding.encode(text, allowed_special="all") if text else []  # needs no vocabulary if empty
 
     def encode_ordinary_batch(self, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
         """The tokens of the texts of a dataset. The name of a special token in them is ordinary text.
@@ -120,13 +119,13 @@ class Tokenizer:
 
     @cached_property
     def ranks(self) -> dict[bytes, int]:
-        """The ids of the tokens, without the one that ends a text. Raises UserError if only the `.json` says how to
-        encode: if the text is split in another way than GPT-2's, or if two tokens have the same bytes."""
+        """The ids of the tokens, without the special ones. Raises UserError if only the `.json` says how to encode: if
+        the text is split in another way than GPT-2's, or if two tokens have the same bytes."""
         if not self.as_gpt2:
             other = "its model's text is split in another way than GPT-2's"
             raise UserError(f"{self.path}: {other}, so a .bin cannot encode: use the .json")
-        ranks = {token: rank for rank, token in enumerate(self.tokens) if rank != self.eot}
-        if again := self.vocab_size - 1 - len(ranks):
+        ranks = {token: rank for rank, token in enumerate(self.tokens) if rank not in self.special}
+        if again := self.vocab_size - len(self.special) - len(ranks):
             other = f"{again} tokens have the bytes of another"
             raise UserError(f"{self.path}: {other}, so a .bin cannot encode: use the .json")
         return ranks
@@ -139,8 +138,9 @@ class Tokenizer:
         missing = [byte for byte in range(256) if bytes([byte]) not in self.ranks]
         if missing:
             raise UserError(f"this tokenizer has no token for byte {missing[0]}, so it can decode but not encode")
+        names = {self.tokens[token].decode(errors="replace"): token for token in self.special}
         return tiktoken.Encoding(
-            "tokenizer", pat_str=GPT2_PATTERN, mergeable_ranks=self.ranks, special_tokens={END_OF_TEXT: self.eot}
+            "tokenizer", pat_str=GPT2_PATTERN, mergeable_ranks=self.ranks, special_tokens=names
         )
 
 
