@@ -5,7 +5,8 @@
 
 Writes config.json, the weights as safetensors, in files of up to 4 GB, and where it is given, or found beside the model
 or the data that it was trained on, the tokenizer. The logits are the same, to rounding, for a model that was trained
-with softmax or flash attention; transformers has no ReLU attention.
+with softmax or flash attention; transformers has no ReLU attention. A text ends with the tokens that end one in the
+data, too: they are added to eos_token_id. Of a checkpoint -o must say where the export goes.
 
     python dev/hf/export_hf.py model.bin -o my_gpt2 --dtype bf16         # weights rounded to bf16, in half the bytes
     python dev/hf/export_hf.py model.bin -o gpt2_bf16.bin --dtype bf16   # the same as llm.c's file, version 5
@@ -234,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     model = find_model(args.model)
     out = args.out or model.with_suffix("")
-    if os.path.lexists(out.parent / "state.json"):
+    if any((above / "state.json").exists() and (above / "model.bin").exists() for above in out.absolute().parents):
         raise UserError(f"{out}: a run may remove this checkpoint with all that is in it: name another place with -o")
     export(model, out, args.tokenizer and named_tokenizer(args.tokenizer), args.dtype)
 
