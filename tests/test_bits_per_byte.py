@@ -134,6 +134,8 @@ def test_a_space_that_a_tokenizer_adds_is_no_byte_of_the_text(kind, added, speci
     ours = open_tokenizer(tmp_path / "tokenizer.json")
     tokens = np.concatenate(encode_texts(ours, texts, special=special))
     write_vocabulary(tmp_path / "x", ours, tmp_path / "tokenizer.json")
+    parts = [ours.tokens[token] for token in encode_texts(ours, ["the", "theatre"], inner=[False, True])[1]]
+    assert b"".join(parts) == b"<s>theatre</s>"  # of one text there is a space before it at most
     num_bytes = sum(len((text.replace("</s>", "") if special else text).encode()) for text in texts)
     for name in "x_tokenizer.json", "x_tokenizer.bin":
         found = open_tokenizer(tmp_path / name)

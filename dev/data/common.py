@@ -11,6 +11,7 @@ import re
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from itertools import compress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -215,17 +216,23 @@ def _check_spelling(tokenizer: Tokenizer, text: str, ids: list[int], special: bo
 
 
 def encode_texts(
-    tokenizer: Tokenizer, texts: list[str], num_threads: int | None = None, special: bool = False
-) -> list[list[int]]:
+    tokenizer: Tokenizer, texts: list[str], num_threads: int | None = None, special: bool = False,
+    inner: list[bool] | None = None,
+) -> list[list[int]]:  # fmt: skip
     """The tokens of texts as a dataset holds them: before each the token that begins a text, and after it, if that is
-    another one, the token that ends a text, unless they are there already. Raises Unsuitable as `encode` does."""
+    another one, the token that ends a text, unless they are there already. inner: which texts are parts that go on with
+    the text before; the tokenizer puts no space before these. Raises Unsuitable as `encode` does."""
     begin, end = [tokenizer.bos], [tokenizer.eot] * (tokenizer.eot != tokenizer.bos)
 
     def whole(ids: list[int]) -> list[int]:
         first, last = (ids[:1], ids[-1:]) if special else ([], [])
         return begin * (first != begin) + ids + end * (last != end)
 
-    return [whole(ids) for ids in encode(tokenizer, texts, num_threads, special)]
+    encoded = encode(tokenizer, texts, num_threads, special)
+    if inner and tokenizer.inside is not tokenizer:
+        within = iter(encode(tokenizer.inside, list(compress(texts, inner)), num_threads, special))
+        encoded = [next(within) if part else ids for ids, part in zip(encoded, inner, strict=True)]
+    return [whole(ids) for ids in encoded]
 
 
 def write_vocabulary(prefix: Path, tokenizer: Tokenizer, source: Path | None = None) -> None:

@@ -3,6 +3,8 @@
 import json
 import re
 from contextlib import nullcontext
+from copy import copy
+from functools import cached_property
 from pathlib import Path
 
 from device.errors import UserError
@@ -36,6 +38,10 @@ JSON_REMEDY = "take the model's own tokenizer.json from the Hugging Face hub"
 SUPPORTED = "byte-level BPE is supported, as of GPT-2, Llama 3 or Pythia, and byte fallback, as of Llama 2 or Mistral"
 CUTTING = re.compile(r'"(type": "(Whitespace|WhitespaceSplit|Bert\w+|CharDelimiterSplit)|behavior": "Removed)"')
 SAMPLE = "It's the  12th\tof\n\nMay, naïve café 你好 🙂 (b)"
+SPACES = (  # what puts a space before a text, and what does not
+    ('"add_prefix_space":true', '"add_prefix_space":false'), ('"prepend_scheme":"[a-z]+"', '"prepend_scheme":"never"'),
+    ('{"type":"Prepend","prepend":"[^"]*"}', '{"type":"Sequence","normalizers":[]}'),
+)  # fmt: skip
 BY_REGEX = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 GPT2_SPLITS = (  # how a pre-tokenizer may say it
     BY_REGEX,
@@ -110,6 +116,17 @@ class HuggingFaceTokenizer(Tokenizer):
         parts = (merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ()))
         merged = [model["vocab"].get("".join(pair), -1) for pair in parts]
         return not model.get("ignore_merges") and merged == sorted(merged)
+
+    @cached_property
+    def inside(self) -> Tokenizer:
+        if self.space == NO_SPACE:
+            return self
+        content, other = self._library.to_str(), copy(self)
+        for puts, does_not in SPACES:
+            content = re.sub(puts, does_not, content)
+        other._library = type(self._library).from_str(content)
+        other.normalizer = other._library.normalizer
+        return other
 
     def _check_spelling(self) -> None:
         """Raises UserError unless the tokens of a text spell it. Finds out where the tokenizer puts spaces."""

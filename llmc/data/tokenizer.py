@@ -118,6 +118,11 @@ class Tokenizer:
             return self.encoding.encode_ordinary_batch(texts, num_threads=num_threads or os.cpu_count() or 1)
 
     @cached_property
+    def inside(self) -> "Tokenizer":
+        """The tokenizer of a part that goes on with a text. It puts no space of its own before it."""
+        return self
+
+    @cached_property
     def ranks(self) -> dict[bytes, int]:
         """The ids of the tokens, without the special ones. Raises UserError if only the `.json` says how to encode: if
         the text is split in another way than GPT-2's, or if two tokens have the same bytes."""
