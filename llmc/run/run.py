@@ -210,10 +210,9 @@ def make_saver(
     recorded["model"] = settings.flags.model if origin.checkpoint is None else origin.recorded.get("model")
     started = recorded | {"model": repr(training.model.config), "fingerprint": loader.fingerprint}
     run = hashlib.sha256(json.dumps(started, sort_keys=True).encode()).hexdigest()[:16]
-    tokenizers = [path for path in model_tokenizers(origin.source) if path.suffix == ".bin"] if origin.source else []
-    tokenizer = {}  # the data's files, and those of the model that these lack: the tokens are the same
-    for path in [*tokenizers[:1], text.path] if text.path else []:
-        tokenizer |= tokenizer_files(path, "model_")
-    saver = Saver(training, settings, recorded, state.get("run", run), tokenizer, lock)
+    saver = Saver(training, settings, recorded, state.get("run", run), text.path, lock)
+    beside = [path for path in model_tokenizers(origin.source) if path.suffix == ".bin"] if origin.source else []
+    if beside and text.path:  # they have the same tokens, and the data may have no more than its .bin
+        saver.tokenizer = tokenizer_files(beside[0], "model_") | saver.tokenizer
     saver.good = program.last_checkpoint = origin.checkpoint
     return saver

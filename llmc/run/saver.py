@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 
 from device.errors import UserError
+from llmc.data.find_tokenizer import tokenizer_files
 from llmc.files.checkpoint import save_checkpoint
 from llmc.files.checkpoint_dir import BEST, kept_loss, prune_checkpoints
 from llmc.files.directory import Lock
@@ -30,12 +31,12 @@ class Saver:
     """
 
     def __init__(
-        self, training: Training, settings: Settings, flags: dict, run: str, tokenizer: dict[str, bytes],
-        lock: Lock | None,
-    ):  # fmt: skip
+        self, training: Training, settings: Settings, flags: dict, run: str, tokenizer: Path | None, lock: Lock | None
+    ):
         self.training, self.settings, self.lock = training, settings, lock
         self.state = {"run": run, "flags": flags}
-        self.tokenizer, self.saved_step, self.unsaved, self.good = tokenizer, settings.first_step, {}, None
+        self.tokenizer = tokenizer_files(tokenizer, "model_") if tokenizer else {}
+        self.saved_step, self.unsaved, self.good = settings.first_step, {}, None
 
     def lowest_loss(self, measure: Callable[[], dict]) -> float:
         """The validation loss of the checkpoint that --best has kept before this run was resumed; infinity if there is
