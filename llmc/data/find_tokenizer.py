@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from device.errors import UserError, escaped
-from llmc.data.hf_tokenizer import NEIGHBOURS, OLDER, HuggingFaceTokenizer, named_ends, prefix_of
+from llmc.data.hf_tokenizer import NEIGHBOURS, OLDER, HuggingFaceTokenizer, named_ends, neighbours
 from llmc.data.tokenizer import STARTER, Tokenizer, byte_tokenizer, gpt2_tokenizer, read_tokenizer, say_once
 from llmc.files.checkpoint_dir import newest_checkpoint
 from llmc.files.files import first_word
@@ -158,9 +158,7 @@ def tokenizer_files(path: Path, prefix: str) -> dict[str, bytes]:
     """The contents of a tokenizer's files, by the names that they get with another prefix: the file itself; beside an
     `x_tokenizer.bin` the `x_tokenizer.json` that says how a prompt is encoded; beside a .json the NEIGHBOURS. Empty
     files are left out. Raises UserError if one cannot be read."""
-    own, old = f"tokenizer{path.suffix}", prefix_of(path)
-    others = ("tokenizer.json", *NEIGHBOURS) if path.name == old + own or path.suffix == ".json" else ()
-    places = {name: path.with_name(old + name) for name in others} | {own: path}
+    places = neighbours(path) | {f"tokenizer{path.suffix}": path}
     try:
         files = {prefix + name: file.read_bytes() for name, file in places.items() if file.is_file()}
     except OSError as error:

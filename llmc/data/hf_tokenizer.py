@@ -228,8 +228,8 @@ def named_ends(path: Path, tokens: list[bytes]) -> list[int]:
     """The tokens that end a text by the files beside a tokenizer's file. (Chat models have several.) Raises UserError
     if one of these files is damaged."""
     ids, found = {token: number for number, token in enumerate(tokens)}, []
-    for beside in (path.with_name(prefix_of(path) + name) for name in NEIGHBOURS if name.endswith(".json")):
-        if beside.is_file():
+    for name, beside in neighbours(path).items():
+        if name != "tokenizer.json" and name.endswith(".json") and beside.is_file():
             end, several = (read_json(beside).get(key) for key in ("eos_token", "eos_token_id"))
             found.append(end.get("content") if isinstance(end, dict) else end)  # an AddedToken, written out
             found += several if isinstance(several, list) else [several]
@@ -237,10 +237,14 @@ def named_ends(path: Path, tokens: list[bytes]) -> list[int]:
     return [end for end in numbers if type(end) is int and 0 <= end < len(tokens)]
 
 
-def prefix_of(path: Path) -> str:
-    """x_ of a tokenizer's x_tokenizer.json or x_tokenizer.bin; of other names nothing."""
+def neighbours(path: Path) -> dict[str, Path]:
+    """Where the files that go along with a tokenizer's file are, by name: of an x_tokenizer.json or x_tokenizer.bin
+    x_config.json and others, of a .json of another name config.json, and of another .bin none."""
     own = f"tokenizer{path.suffix}"
-    return path.name.removesuffix(own) if path.name.endswith(own) else ""
+    if path.suffix != ".json" and not path.name.endswith(own):
+        return {}
+    prefix = path.name.removesuffix(own) if path.name.endswith(own) else ""
+    return {name: path.with_name(prefix + name) for name in ("tokenizer.json", *NEIGHBOURS)}
 
 
 def without_surrogates(text: str) -> str:
