@@ -145,7 +145,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def normal(self, text: str) -> str:
         """The text as the normalizer changes it, without the space that it may put before a text."""
         if self.normalizer and text:
-            text = self.normalizer.normalize_str(text)[self.normalizer.normalize_str("a")[:1] in "▁ " :]
+            puts_space = self.normalizer.normalize_str("a")[:1] in ("▁", " ")
+            text = self.normalizer.normalize_str(text)[puts_space:]
         return text.replace("▁", " ") if self._fallback else text
 
     def encode(self, text: str) -> list[int]:
