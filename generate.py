@@ -5,9 +5,10 @@
     python generate.py -e gpt2_124M.bin --prompts questions.txt --stop "?" > answers.jsonl
 
 The text begins with the prompt, and the prompt begins a document. Before it the model sees the token that begins a
-text; if the tokenizer has none, the token that ends one. transformers puts a token there only if the tokenizer's file
-does, and GPT-2's does not: --no-bos does the same. The text ends after -g tokens or, unless --ignore-eot is given, with
-a token that ends a text: the tokenizer's, or one that the generation_config.json of an imported model names.
+text, unless the prompt has it already; if the tokenizer has none, the token that ends one. transformers puts a token
+there only if the tokenizer's file does, and GPT-2's does not: --no-bos does the same. The text ends after -g tokens or,
+unless --ignore-eot is given, with a token that ends a text: the tokenizer's, the one between documents, or one that a
+file beside the tokenizer or the model names, such as generation_config.json.
 
 The model sees at most -t tokens. By default these are as many as it was trained with, if a checkpoint says so. A model
 with learned positions has learned nothing for later positions, and one with rotary positions has not seen such
@@ -16,13 +17,15 @@ distances either. When a text gets longer, the model keeps its last half and com
 Several texts are written at once. The first is printed as it comes, and the others after it, each after a line "---".
 With --prompts each text is a line of JSON: its "prompt", the number of its "sample", the "text" that follows the
 prompt, the number of its "tokens", and as its "end" what ended it: the end of a text ("eot"), a stop text ("stop") or
--g ("length"). Other fields of a line of a .jsonl are passed through. On a terminal, control characters are left out.
+-g ("length"). Other fields of an object of a .jsonl or a .json are passed through. On a terminal, control characters
+are left out.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +34,8 @@ from dev.foreign import try_tokenizer
 from dev.hf.common import end_tokens
 from dev.scripts import NEEDED, find_model, kind_of
 from device.errors import UserError
-from llmc.data.find_tokenizer import load_model_tokenizer
+from llmc.data.find_tokenizer import load_model_tokenizer, named_tokenizer
+from llmc.data.hf_tokenizer import without_surrogates
 from llmc.data.tokenizer import StreamDecoder, Tokenizer
 from llmc.files.checkpoint_dir import training_flags
 from llmc.files.files import open_file
@@ -80,6 +84,17 @@ def trained_attention(path: Path, trained: str | None, asked: str) -> str:
     return "relu" if trained == "relu" else asked
 
 
+def stop_text(text: str) -> str:
+    """A text that is not empty, in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # the command line had a byte of another encoding
+        text = ""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a text in UTF-8 that is not empty")
+    return text
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description="Write text with a trained model.", allow_abbrev=False)
     add = parser.add_argument
@@ -89,11 +104,11 @@ def make_parser() -> argparse.ArgumentParser:
     prompts.add_argument("--prompt-file", type=a_name, metavar="FILE",
                          help="a file with the prompt, less a line break at its end; -: standard input")  # fmt: skip
     prompts.add_argument("--prompts", type=a_name, metavar="FILE",
-                         help='a file with a prompt on each line, or in a .jsonl {"prompt": TEXT}; -: standard input. '
-                         "Prints lines of JSON")  # fmt: skip
+                         help='a file with a prompt on each line, in a .jsonl {"prompt": TEXT}, or a .json with a list '
+                         "of these or of texts; -: standard input. Prints lines of JSON")  # fmt: skip
     add("-g", "--tokens", type=natural, default=200, metavar="N", help="tokens to write at most (%(default)s)")
     add("--samples", type=positive, default=1, metavar="N", help="texts of each prompt (%(default)s)")
-    add("--stop", type=a_name, action="append", default=[], metavar="TEXT",
+    add("--stop", type=stop_text, action="append", default=[], metavar="TEXT",
         help="end before this text; may be given several times")  # fmt: skip
     add("--ignore-eot", action="store_true", help="go on after a token that ends a text")
     add("--no-bos", action="store_true",
@@ -108,7 +123,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="tokens that the model sees at most (by default as many as a sequence had in training, by its checkpoint; "
         "for a .bin alone as many as it has positions). When a text gets longer, the last half of these tokens is kept "
         "and computed again")  # fmt: skip
-    add("--tokenizer", type=a_path, metavar="FILE", help="the model's tokenizer, or gpt2 or bytes (the one beside it)")
+    add("--tokenizer", type=a_path, metavar="FILE",
+        help="the model's tokenizer: its file or folder, or gpt2 or bytes (the one beside it)")
     add_device_arguments(parser)
     return parser
 
@@ -150,31 +166,48 @@ def prompts_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
         except UnicodeEncodeError:  # the command line had a byte that is not UTF-8
             raise UserError("--prompt is not UTF-8: convert it, or name a file of UTF-8 with --prompt-file") from None
         return [("--prompt", {"prompt": args.prompt})]
+    text, suffix = read_text(args.prompts, "--prompts"), Path(args.prompts).suffix.lower()
     found, named = [], "standard input" if args.prompts == "-" else args.prompts
-    for n, line in enumerate(read_text(args.prompts, "--prompts").split("\n"), 1):
-        line = line.removesuffix("\r")
-        if not line:
-            continue
-        fields = {"prompt": line}
-        if args.prompts.endswith(".jsonl"):
-            try:
-                fields = json.loads(line)
-                fields["prompt"].encode()
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                raise UserError(f'{named}, line {n}: not of the form {{"prompt": "text"}}') from None
-        found.append((f"{named}, line {n}", fields))
+    for where, record in records_of(text, suffix):
+        fields = {"prompt": record} if isinstance(record, str) else record
+        if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
+            raise UserError(f'{named}, {where}: not of the form {{"prompt": "text"}}')
+        found.append((f"{named}, {where}", fields | {"prompt": without_surrogates(fields["prompt"])}))
+    if not found:
+        raise UserError(f"{named} has no prompt: write one into it, or leave --prompts out")
     return found
+
+
+def records_of(text: str, suffix: str) -> Iterator[tuple[str, object]]:
+    """The records of a file of prompts, each with its place: of a .json with a list these are its items, else lines.
+    A line of JSON that is damaged is None."""
+    if suffix == ".json" and isinstance(items := from_json(text), list):
+        yield from ((f"record {n}", item) for n, item in enumerate(items, 1))
+        return
+    for n, line in enumerate(text.split("\n"), 1):
+        if line := line.removesuffix("\r"):
+            yield f"line {n}", from_json(line) if suffix in (".json", ".jsonl", ".ndjson") else line
+
+
+def from_json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def tokens_of(
     prompts: list[tuple[str, dict]], tokenizer: Tokenizer, context: int, longest: int, bos: bool = True
 ) -> list[list[int]]:
-    """The tokens of each prompt. bos: whether the token that begins a text stands before them. Raises UserError for a
-    prompt that is longer than what the model sees, and for one without any token."""
+    """The tokens of each prompt. bos: whether the token that begins a text stands before them; a prompt that has it
+    gets no second one. Raises UserError for a prompt that is longer than what the model sees, and for one without any
+    token."""
     found = []
     for name, fields in prompts:
         prompt = fields["prompt"]
-        tokens = [tokenizer.bos] * bos + (tokenizer.encode(prompt) if prompt else [])
+        tokens = tokenizer.encode(prompt) if prompt else []
+        if bos and tokens[:1] != [tokenizer.bos]:
+            tokens.insert(0, tokenizer.bos)
         if not tokens:
             raise UserError(f"{name} has no tokens, and --no-bos puts none in front of it: write a prompt")
         if tokenizer.rows and (highest := max(tokens)) >= tokenizer.rows:
@@ -303,12 +336,13 @@ def main(arguments: list[str] | None = None) -> None:
     context = context_of(trained.get("sequence_length"), args.context, config.max_seq_len)
     prompts = prompts_of(args)
     if args.tokenizer:
+        args.tokenizer = named_tokenizer(args.tokenizer)
         try_tokenizer(args.tokenizer)
     tokenizer = load_model_tokenizer(
         path, config.vocab_size, args.tokenizer, trained, any(f["prompt"] for _, f in prompts)
     )
     tokens = tokens_of(prompts, tokenizer, context, config.max_seq_len, not args.no_bos)
-    ends = set() if args.ignore_eot else {tokenizer.eot} | end_tokens(path)
+    ends = set() if args.ignore_eot else tokenizer.ends | end_tokens(path)
     terminal = not args.prompts and sys.stdout.isatty()
     if (count := len(tokens) * args.samples) > MAX_TEXTS:
         raise UserError(f"{count} texts at once are more than {MAX_TEXTS}: lower --samples or give fewer prompts")

@@ -2,6 +2,7 @@
 
 from math import log, log2
 
+from dev.data.common import encode_texts, write_vocabulary
 from llmc.data.batches import Batches, bits_per_byte, validate
 from llmc.data.dataloader import DataLoader
 from llmc.data.find_tokenizer import open_tokenizer
@@ -12,7 +13,7 @@ from llmc.model.batch import Batch
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
 BYTES = [bytes([byte]) for byte in range(256)]
@@ -76,22 +77,68 @@ def test_only_the_batches_that_are_evaluated_count_each_as_often_as_it_is(dev, t
     targets = np.concatenate([tokens[1 : 3 * B * T + 1], tokens[1 : B * T + 1]])
     for num_batches in (1, 2, 3, 4):
         seen = targets[: num_batches * B * T]
-        loss, bits = validate_known(dev, tmp_path, tokens, nats, text_bytes, B, T, num_batches)
+        loss, bits = validate_known(dev, tmp_path, tokens, nats, lambda _, y: text_bytes[y].sum(), B, T, num_batches)
         assert loss == pytest.approx(nats[seen].mean(), rel=1e-6)
         assert bits == pytest.approx(nats[seen].sum() / log(2) / text_bytes[seen].sum(), rel=1e-6)
 
 
 def test_without_a_tokenizer_or_any_text_there_are_none(dev, tmp_path):
     assert validate_known(dev, tmp_path, [0, 1, 0], np.ones(2), None, 1, 2) == (1.0, None)
-    assert validate_known(dev, tmp_path, [0, 1, 0], np.ones(2), np.zeros(2, np.int64), 1, 2) == (1.0, None)
+    assert validate_known(dev, tmp_path, [0, 1, 0], np.ones(2), lambda *_: 0, 1, 2) == (1.0, None)
     assert bits_per_byte(log(2), 6, 3) == 2.0
+
+
+def bytes_each(tokenizer: Tokenizer, V: int) -> list[int]:
+    """What each token stands for after an ordinary one."""
+    return [tokenizer.text_bytes(V)(np.array([0]), np.array([token])) for token in range(V)]
 
 
 def test_special_tokens_and_padding_stand_for_no_text(tmp_path):
     write_tokenizer(tmp_path / "t.bin", [b"a", "é".encode(), END, b" the"], 2)
-    assert open_tokenizer(tmp_path / "t.bin").text_bytes(4).tolist() == [1, 2, 0, 4]
+    assert bytes_each(open_tokenizer(tmp_path / "t.bin"), 4) == [1, 2, 0, 4]
     library = Library(models.BPE({letter: byte for byte, letter in enumerate(byte_letters())}, []))
     library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     library.add_tokens(["<|endoftext|>", "   ", AddedToken("<|pad|>", special=True)])  # 256, 257, 258
     library.save(str(tmp_path / "tokenizer.json"))
-    assert open_tokenizer(tmp_path / "tokenizer.json").text_bytes(261).tolist() == [1] * 256 + [0, 3, 0, 0, 0]
+    write_vocabulary(tmp_path / "x", open_tokenizer(tmp_path / "tokenizer.json"), tmp_path / "tokenizer.json")
+    for name in "x_tokenizer.json", "x_tokenizer.bin":
+        assert bytes_each(open_tokenizer(tmp_path / name), 261) == [1] * 256 + [0, 3, 0, 0, 0]
+
+
+PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("kind, added", [
+    (PREPEND, "always"), *((pre_tokenizers.Metaspace("▁", scheme, False), scheme)
+                           for scheme in ("always", "first", "never")),
+    (pre_tokenizers.ByteLevel(add_prefix_space=True), "always"),
+    (pre_tokenizers.ByteLevel(add_prefix_space=False), "never"),
+])  # fmt: skip
+def test_a_space_that_a_tokenizer_adds_is_no_byte_of_the_text(kind, added, special, tmp_path):
+    """By its .json as by its .bin."""
+    byte_level = isinstance(kind, pre_tokenizers.ByteLevel)
+    names = byte_letters() if byte_level else ["▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+    library = Library(models.BPE({name: n for n, name in enumerate(names)}, [], byte_fallback=not byte_level))
+    library.decoder = decoders.ByteLevel() if byte_level else decoders.ByteFallback()
+    if isinstance(kind, normalizers.Normalizer):
+        library.normalizer = kind
+    else:
+        library.pre_tokenizer = kind
+    library.add_special_tokens(["<s>", "</s>"])
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", len(names))])
+    library.save(str(tmp_path / "tokenizer.json"))
+    texts = ["the theatre", "a café: 你好", "x</s>y</s> z", "</s>"]
+    if special and added == "always":  # " z" and "z" may have the same tokens
+        texts[2] = "x</s>y</s>z"
+    ours = open_tokenizer(tmp_path / "tokenizer.json")
+    tokens = np.concatenate(encode_texts(ours, texts, special=special))
+    write_vocabulary(tmp_path / "x", ours, tmp_path / "tokenizer.json")
+    parts = [ours.tokens[token] for token in encode_texts(ours, ["the", "theatre"], inner=[False, True])[1]]
+    assert b"".join(parts) == b"<s>theatre</s>"  # of one text there is a space before it at most
+    num_bytes = sum(len((text.replace("</s>", "") if special else text).encode()) for text in texts)
+    for name in "x_tokenizer.json", "x_tokenizer.bin":
+        found = open_tokenizer(tmp_path / name)
+        assert (found.bos, found.eot, found.ends, found.special, found.space) == (
+            ours.bos, ours.eot, ours.ends, ours.special, ("never", "first", "always").index(added))  # fmt: skip
+        assert found.text_bytes(300)(tokens[:-1], tokens[1:]) == num_bytes

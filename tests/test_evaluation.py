@@ -2,9 +2,11 @@
 
 import struct
 
+from dev.data.hellaswag import encode_example
 from device.errors import UserError
 from llmc.data.batches import Batches, evaluate
 from llmc.data.evaluation import EvalLoader
+from llmc.data.find_tokenizer import open_tokenizer
 from llmc.files.model_file import write_model
 from llmc.step.training import Training
 from models import build_from_file
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from test_tokenizer import LIBRARIES
 
 V = 61
 
@@ -52,7 +55,9 @@ def count_correct(training: Training, loader: EvalLoader) -> int:
         model.forward(acts, batch)
         model.loss(acts, batch)
 
-    return round(evaluate(Batches(batch, acts.losses, loader), forward_loss) * loader.num_examples)
+    correct, answered = evaluate(Batches(batch, acts.losses, loader), forward_loss)
+    assert answered == loader.num_examples
+    return correct
 
 
 def answers(model, examples, normalised: bool = True) -> list[int]:
@@ -86,6 +91,22 @@ def test_answers_are_those_of_transformers(one_dev, tmp_path, rng):
         assert count_correct(training, EvalLoader(tmp_path / "eval.bin", B, T, V)) == expected
 
 
+@pytest.mark.parametrize("kind", ["llama2_like", "mistral_like", "gpt2_like"])
+def test_context_and_ending_are_encoded_as_one_text(kind, tmp_path):
+    """A tokenizer that puts a space before a text puts none before an ending."""
+    LIBRARIES[kind].save(str(tmp_path / "tokenizer.json"))
+    example = {"ctx": "the theatre", "label": "1", "endings": ["there", "bathing", " in", "the weather — naïve"]}
+    (tmp_path / "eval.bin").write_bytes(
+        struct.pack("<4i", 20240522, 1, 1, 0).ljust(1024, b"\0")
+        + np.array(encode_example(0, example, open_tokenizer(tmp_path / "tokenizer.json")), "<u2").tobytes()
+    )
+    (found,) = EvalLoader(tmp_path / "eval.bin", 4, 64, 1000).examples
+    for ending, tokens in zip(example["endings"], found.completions, strict=True):
+        whole = LIBRARIES[kind].encode(f"the theatre {ending}", add_special_tokens=False).ids
+        assert [*found.context, *tokens] == whole
+    assert found.context.tolist() == LIBRARIES[kind].encode("the theatre", add_special_tokens=False).ids
+
+
 def test_a_row_is_a_context_with_one_of_its_completions(tmp_path):
     examples = [(2, [5, 6], [[7], [8, 9, 10], [11, 12], [13]]), (0, [1], [[2], [3], [4], [5, 6]])]
     write_evaluation(tmp_path / "eval.bin", examples)
@@ -101,9 +122,12 @@ def test_a_row_is_a_context_with_one_of_its_completions(tmp_path):
     ]  # fmt: skip
     losses = np.full((5, 6), -100.0, np.float32)  # what counts for nothing must not count
     losses[0, 1], losses[1, 1:4], losses[2, 1:3], losses[3, 1] = 2.0, (1, 1, 4), (1, 2), 3.0  # means 2, 2, 1.5, 3
-    assert loader.count_correct(losses) == 1
+    assert loader.count_correct(losses) == (1, 1)
     losses[2, 2] = 4.0
-    assert loader.count_correct(losses) == 0
+    assert loader.count_correct(losses) == (0, 1)
+    for value in np.nan, np.inf, -np.inf:
+        losses[1, 2] = value
+        assert loader.count_correct(losses) == (0, 0)
 
 
 def test_after_the_last_batch_and_after_a_reset_comes_the_first(tmp_path, rng):
@@ -128,7 +152,7 @@ def test_rows_without_an_example_are_never_counted(tmp_path, rng):
     write_evaluation(tmp_path / "eval.bin", [(0, [1], [[2], [3], [4], [5]])])
     loader = EvalLoader(tmp_path / "eval.bin", 13, 4, V)
     loader.next_batch(*batch(13, 4))
-    assert loader.count_correct(np.zeros((13, 4), np.float32)) == 1
+    assert loader.count_correct(np.zeros((13, 4), np.float32)) == (1, 1)
 
 
 def test_a_file_is_taken_that_just_fits(tmp_path):

@@ -512,10 +512,11 @@ def test_a_run_changes_to_fp8_and_back(tmp_path, trainer_here, monkeypatch, caps
     assert "the run was in bf16 and goes on in fp8" in out and "| quantized weights     | 0 MiB" in out
     assert "| large ones of layers in e4m3, others in bf16" in out
     (sample,) = samples_of(out)
+    assert len(sample) > 32  # more than the model sees at once
     for precision, said in ("bf16", "with them rounded to bf16"), ("fp8", "become e4m3, the others bf16"):
         generate.main(["-e", "run", "-g", "200", "--ignore-eot", "--device", "cpu", "--precision", precision])
         text, log = capsys.readouterr()
-        assert said in log and (text == sample + "\n" if precision == "bf16" else len(text) == 201)
+        assert said in log and len(text) == 201 and (text.startswith(sample) or precision == "fp8")
     for precision in "bf16", "fp32":
         out, _ = trainer_here(GPT2, folder, [*FLAGS, "-x", "5", "-y", "1", "--precision", precision])
         assert f"the run was in fp8 and goes on in {precision}" in out

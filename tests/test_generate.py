@@ -161,6 +161,16 @@ def test_a_text_ends_before_every_token_that_generation_config_names(name, model
 
 
 @gpt2_alone
+def test_a_text_ends_before_the_token_that_the_tokenizers_config_names(model, theirs, capsys):
+    tokens = expected_tokens(theirs, "x", 30)
+    end = next(token for token in tokens[6:] if token < 128 and token not in tokens[:6])
+    Path("tiny_tokenizer_config.json").write_text(json.dumps({"eos_token": chr(end)}))
+    generate.main(["--device", "cpu", "--precision", "fp32", "-e", str(model), "-g", "30", "--prompt", "x"])
+    at = tokens.index(end)
+    assert EOT not in tokens[:at] and capsys.readouterr().out == text_of(tokens[:at])
+
+
+@gpt2_alone
 def test_several_samples_are_one_batch_and_the_first_is_that_of_the_seed_alone(model, theirs, written):
     alone = written("-e", model, "--prompt", "ab", "-g", 20, "--seed", 5)
     three = written("-e", model, "--prompt", "ab", "-g", 20, "--seed", 5, "--samples", 3)
@@ -187,6 +197,11 @@ def test_prompts_of_different_lengths_are_one_batch_and_come_as_lines_of_json(mo
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in objects))
     again = lines_of(capsys, "-e", model, "--prompts", "prompts.jsonl", "-g", 25, "--seed", 9)
     assert again[:3] == [one | more for one in found[::2]] and [one["prompt"] for one in again[3:]] == rest
+    (tmp_path / "list.json").write_text(json.dumps([*objects[:3], *rest], indent=1))
+    listed = lines_of(capsys, "-e", model, "--prompts", "list.json", "-g", 25, "--seed", 9)
+    assert listed == again[:3] + [{k: v for k, v in one.items() if k not in more} for one in again[3:]]
+    (tmp_path / "half.json").write_text('["\\ud83d"]')  # of a pair of UTF-16
+    assert [one["prompt"] for one in lines_of(capsys, "-e", model, "--prompts", "half.json", "-g", 1)] == ["\ufffd"]
 
 
 @gpt2_alone
@@ -230,7 +245,8 @@ def test_a_text_ends_before_a_stop_text_however_tokens_spell_it(model, theirs, w
         assert written("-e", model, "--prompt", "If ", "-g", 30, "--stop", stop) == whole[:at] + "\n"
         found = written("-e", model, "--prompt", "If ", "-g", 30, "--stop", "☃☃", "--stop", stop)
         assert found == whole[:at] + "\n"
-    assert written("-e", model, "--prompt", "If ", "-g", 30, "--stop", "☃") == whole + "\n"
+    for stop in "☃", "☃" * 500:
+        assert written("-e", model, "--prompt", "If ", "-g", 30, "--stop", stop) == whole + "\n"
     assert written("-e", model, "--prompt", "If ", "-g", 30, "--stop", whole[-1] + "☃") == whole + "\n"
 
 
@@ -340,7 +356,7 @@ def test_bad_prompts_stops_and_samples_are_told_in_one_line(model, capsys, tmp_p
     files = {
         "breaks.txt": b"\n\r\n", "latin1.txt": b"a\nGr\xfc\xdfe", "long.txt": b"x\n" + b"y" * 40,
         "no.jsonl": b'{"prompt": "a"}\n{"text": "b"}\n', "broken.jsonl": b'{"prompt": "a"',
-        "half.jsonl": b'{"prompt": "\\ud83d"}',
+        "none.json": b"[]", "number.json": b'["a", 3]',
     }  # fmt: skip
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
@@ -359,9 +375,9 @@ def test_bad_prompts_stops_and_samples_are_told_in_one_line(model, capsys, tmp_p
         assert told(flag, "breaks.txt") == f"breaks.txt is empty: write a prompt into it, or leave {flag} out"
         assert f"{flag} gone.txt: no such file or directory; name a file" in told(flag, "gone.txt")
         assert told(flag, "latin1.txt") == "latin1.txt is not UTF-8 from byte 4 on: convert it (iconv -t UTF-8)"
-    for name, line in ("no", 2), ("broken", 1), ("half", 1):
-        form = f'{name}.jsonl, line {line}: not of the form {{"prompt": "text"}}'
-        assert told("--prompts", f"{name}.jsonl") == form
+    for place in "no.jsonl, line 2", "broken.jsonl, line 1", "number.json, record 2":
+        assert told("--prompts", place.split(",")[0]) == f'{place}: not of the form {{"prompt": "text"}}'
+    assert told("--prompts", "none.json").startswith("none.json has no prompt: write one into it")
     assert "--prompt is not UTF-8: convert it" in told("--prompt", "a\udcfc")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert told("--prompt-file", "-").startswith("standard input is empty: write a prompt into it, ")

@@ -5,6 +5,7 @@ import device
 import oracle
 from kernels.encoder import encoder_forward
 from llmc.data.batches import Batches
+from llmc.data.tokenizer import Tokenizer
 from llmc.model.activations import Activations, Cache
 from llmc.model.batch import Batch
 from llmc.model.weights import put
@@ -207,6 +208,18 @@ def test_a_sample_between_two_steps_of_training_changes_no_bit_of_them(config, a
                 print_sample(writer, None, Sampler(step), 15)
         found.append(device.to_host(training.model.params_memory).tobytes())
     assert found[0] == found[1]
+
+
+def test_a_sample_ends_before_a_token_that_ends_a_text(one_dev, capsys):
+    config, attention = ONE_OF_EACH[0]
+    cache = writing(config, attention, 1, 11, flat_parameters(config))
+    tokenizer = Tokenizer([b"%d " % token for token in range(config.vocab_size)], eot=0)
+    tokenizer.ends = set()
+    whole = print_sample(Writer(cache), tokenizer, Sampler(1), 15)
+    tokens = [int(token) for token in whole.split()]
+    tokenizer.ends = {tokens[7]}
+    assert len(tokens) == 15
+    assert print_sample(Writer(cache), tokenizer, Sampler(1), 15).split() == whole.split()[: tokens.index(tokens[7])]
 
 
 def test_a_sample_of_a_diverged_model_ends_with_a_line(one_dev, capsys):

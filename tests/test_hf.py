@@ -1,6 +1,8 @@
 """Models to and from Hugging Face's transformers: the same weights, the same logits, or one line that says why not."""
 
+import ast
 import errno
+import inspect
 import json
 import os
 import shutil
@@ -9,6 +11,7 @@ import sys
 import tracemalloc
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,15 +21,17 @@ from dev import foreign
 from dev.data.common import load_tokenizer
 from dev.hf import export_hf, import_hf
 from dev.hf.common import end_tokens, families, named_tensors, transformers_parameters
-from dev.hf.family import Settings
+from dev.hf.family import COMMON, Settings
 from dev.hf.gpt2 import GPT2Family
 from dev.scripts import kind_of
 from device.errors import UserError
 from kernels.rope import rope_table
 from llmc.data.find_tokenizer import load_model_tokenizer, open_tokenizer
+from llmc.data.hf_tokenizer import NEIGHBOURS
 from llmc.data.token_file import open_tokens
 from llmc.data.tokenizer import StreamDecoder, write_tokenizer
 from llmc.files import model_file
+from llmc.files.checkpoint import save_checkpoint
 from llmc.files.model_file import read_model, write_model
 from llmc.model.tensors import Config, num_parameters
 from models import FAMILIES, GPT2S, LLAMAS, PYTHIAS, QWENS, build_from_file, send
@@ -220,7 +225,8 @@ def test_heads_that_no_config_says_can_be_given_and_are_else_a_guess_that_is_sai
     save_file(tensors_of(theirs), tmp_path / "model.safetensors")
     capsys.readouterr()
     assert imported(tmp_path / "model.safetensors", tmp_path)[0].num_heads == 1
-    said = capsys.readouterr().err
+    out, said = capsys.readouterr()
+    assert f"no tokenizer is in {tmp_path}: the model is imported without one\n" in out
     assert said.count("\n") == 1
     assert "model.safetensors: no config.json says" in said and "1 of 24 channels" in said and "--heads" in said
     assert imported(tmp_path / "model.safetensors", tmp_path, "--heads", "3")[0].num_heads == 3
@@ -407,12 +413,71 @@ QUANTIZED = {"quant_method": "bitsandbytes"}
         (PYTHIA, "hidden_act", "relu", "gelu_pytorch_tanh or gelu or gelu_new or gelu_fast"),
         (PYTHIA, "attention_bias", False, "True"), (PYTHIA, "tie_word_embeddings", True, "False"),
         (PYTHIA, "intermediate_size", 95, "4 times hidden_size, 24,"),
+        (PYTHIA, "head_dim", 4, "hidden_size / num_attention_heads, 24 / 3,"),
+        *((config, "is_causal", False, "True") for config in FIRST),
+        *((config, "per_layer_config", {"0": {}}, "none") for config in FIRST),
+        *((config, "layer_types", ["sliding_attention"], "full_attention alone") for config in FIRST),
+        *((config, "sliding_window", 8, "none") for config in (GPT2, LLAMA, PYTHIA)),
+        (QWEN3, "use_sliding_window", True, "False"), (LLAMA, "attention_chunk_size", 8, "none"),
     ],
     ids=id_of,
 )  # fmt: skip
 def test_a_model_that_computes_something_else_is_refused(setting, value, supported, saved, tmp_path):
     change(saved / "config.json", **{setting: value})
     assert refusal(saved, tmp_path) == f"{saved}: {setting} is {value!r} in its config.json; {supported} is supported"
+
+
+# What no logit depends on: dropout, first weights, heads of classifiers, tokens' roles, how attention is computed; and
+# what the tensors show: GPT-2's sizes, and whether weights are tied.
+HARMLESS = {
+    "_attn_implementation", "attention_dropout", "attn_pdrop", "bos_token_id", "classifier_dropout", "embd_pdrop",
+    "eos_token_id", "hidden_dropout", "initializer_range", "is_decoder", "max_window_layers",
+    "n_embd", "n_inner", "n_layer", "n_positions", "num_labels", "pad_token_id", "problem_type",
+    "reorder_and_upcast_attn", "resid_pdrop", "summary_activation", "summary_first_dropout", "summary_last_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj", "tie_word_embeddings", "use_cache", "vocab_size",
+}  # fmt: skip
+
+
+def settings_read(module) -> set[str]:
+    """The settings that a module of transformers reads of a config, and those that its config class names."""
+    found, nodes = set(), [*ast.walk(ast.parse(inspect.getsource(module)))]
+    methods = {node.func for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config") and node not in methods:
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            if ast.unparse(node.args[0]).endswith("config") and isinstance(node.args[1], ast.Constant):
+                found.add(node.args[1].value)
+        elif isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+            found |= {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
+    return found
+
+
+@pytest.mark.parametrize("kind", families())
+def test_every_setting_that_transformers_reads_is_looked_at(kind):
+    """A setting that fails here is new: refuse what it changes, or name it among the HARMLESS."""
+    family, noted = families()[kind], set()
+
+    class Noting(Settings):
+        def get(self, name, default=None):
+            noted.add(name)
+            return super().get(name, default)
+
+    config = next(config for config in FIRST if type(config) is family.Config)
+    theirs = transformers_model(config)
+    shapes = {name: list(tensor.shape) for name, tensor in tensors_of(theirs).items()}
+    given = Noting("here", theirs.config.to_dict() | {"sliding_window": None}, shapes)
+    given.check(COMMON + family.REQUIRED + family.ALSO.get(kind, ()))
+    family.read_config(given)
+    here = f"transformers.models.{kind}"
+    classes = [import_module(f"{here}.configuration_{kind}"), import_module(f"{here}.modeling_{kind}")]
+    names = ["masking_utils"] + ["modeling_rope_utils"] * (kind != "gpt2")
+    shared = [import_module(f"transformers.{name}") for name in names]
+    other_names = {ours for ours, name in theirs.config.attribute_map.items() if name in noted | HARMLESS}
+    if "use_sliding_window" in noted:  # else transformers sets it to None
+        other_names.add("sliding_window")
+    read = set().union(*map(settings_read, [*classes, *shared]))
+    assert read - noted - HARMLESS - other_names == set()
 
 
 def save_mistral(folder: Path, config: Config) -> MistralForCausalLM:
@@ -857,6 +922,68 @@ def test_a_tokenizer_goes_along_with_its_model_there_and_back(with_tokenizer, tm
     assert (settings["eos_token"], settings["bos_token"]) == ("<|endoftext|>", "<|begin_of_text|>")
 
 
+@pytest.mark.parametrize("named", [
+    "imported_tokenizer.json", "imported_tokenizer.bin", "imported_tokenizer_config.json", "imported.bin", "saved",
+    "saved/model.safetensors", None,
+])  # fmt: skip
+def test_a_tokenizer_goes_whole_through_data_checkpoint_and_export(
+    named, with_tokenizer, tmp_path, trainer_here, monkeypatch
+):
+    """Whichever of its files was named; and also where the data have nothing but its .bin."""
+    change(with_tokenizer / "tokenizer_config.json", eos_token="<|endoftext|>", bos_token="<|begin_of_text|>")
+    (with_tokenizer / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    imported(with_tokenizer / "model.safetensors", tmp_path)  # which takes along what lies beside it
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    for number in range(60):
+        Path(f"in/{number}.txt").write_text(f"{number}: the model's tokens")
+    make_data(monkeypatch, "in", "-o", "d", "--tokenizer", named or "imported_tokenizer.json", "--val", "0.3")
+    data = np.concatenate([open_tokens(f"d_{split}_000000.bin")[:] for split in ("train", "val")])
+    assert (data == 321).sum() == (data == 320).sum() == 60 and data[0] == 321 and data[-1] == 320
+    for path in Path().glob("d_*") if named is None else ():
+        if not path.name.endswith(("_000000.bin", "d_tokenizer.bin")):
+            path.unlink()
+    flags = "-e imported.bin -i d -b 1 -t 16 -x 1 -s 0 -v 0 --device cpu --checkpoint-dir run".split()
+    trainer_here(kind_of(Path("imported.bin")), tmp_path, flags)
+    out = exported(Path("run"), Path("out"))
+    for name in ("tokenizer.json", *NEIGHBOURS):
+        if name != "config.json":
+            assert (out / name).read_bytes() == (with_tokenizer / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("config", [replace(QWEN3, vocab_size=321)], ids=id_of)
+def test_an_export_ends_texts_where_the_data_does(saved, bpe, tmp_path, monkeypatch):
+    """A chat model's own files may name the end of a turn alone."""
+    (saved / "tokenizer.json").write_text(export_hf.tokenizer_json(open_tokenizer(bpe)))
+    for name in "config.json", "generation_config.json":
+        change(saved / name, eos_token_id=7)
+    imported(saved, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(exported(tmp_path / "imported.bin", tmp_path / "out"))
+    assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == [7, 320]
+
+
+def test_a_bin_alone_is_exported_with_the_token_that_begins_a_text(with_tokenizer, tmp_path):
+    imported(with_tokenizer, tmp_path)
+    (tmp_path / "alone").mkdir()
+    for name in "imported.bin", "imported_tokenizer.bin":
+        shutil.copy(tmp_path / name, tmp_path / "alone")
+    out = exported(tmp_path / "alone" / "imported.bin", tmp_path / "out")
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (with_tokenizer, out))
+    for text in SAMPLES:
+        assert theirs.encode(text) == ours.encode(text)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (321, 320)
+
+
+def test_an_export_does_not_go_into_a_checkpoint(tmp_path, rng):
+    params = rng.standard_normal(num_parameters(GPT2), np.float32)
+    checkpoint = save_checkpoint(tmp_path / "run", 20, GPT2, params, params, params, {})
+    before = sorted(tmp_path.rglob("*"))
+    for flags in [], ["-o", str(checkpoint / "out")]:
+        said = conftest.refusal(export_hf.main, [str(tmp_path / "run"), *flags])
+        assert said.endswith("a run may remove this checkpoint with all that is in it: name another place with -o")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @each_family
 def test_a_model_without_a_tokenizer_keeps_its_list_of_end_tokens(saved, tmp_path):
     for name in "config.json", "generation_config.json":
@@ -936,6 +1063,8 @@ def of_kind(kind: str, config: Config, folder: Path):
 @pytest.mark.parametrize("kind", ["llama2_like", "mistral_like"])
 def test_byte_fallback_is_imported_makes_data_writes_texts_and_is_exported(kind, tmp_path, monkeypatch, capsys):
     theirs, library = of_kind(kind, LLAMA, tmp_path / "saved")
+    for name in "config.json", "generation_config.json":
+        change(tmp_path / "saved" / name, eos_token_id=2)
     imported(tmp_path / "saved", tmp_path)
     monkeypatch.chdir(tmp_path)
     binary = open_tokenizer("imported_tokenizer.bin")
@@ -948,7 +1077,8 @@ def test_byte_fallback_is_imported_makes_data_writes_texts_and_is_exported(kind,
         (tmp_path / "in" / f"{number}.txt").write_text(text, encoding="utf-8")
     make_data(monkeypatch, "in", "-o", "mine", "--tokenizer", "imported_tokenizer.json")
     data = np.concatenate([open_tokens(f"mine_{split}_000000.bin")[:] for split in ("train", "val")])
-    documents = [part[1:].tolist() for part in np.split(data, np.flatnonzero(data == 1)[1:])]
+    assert (data == 1).sum() == (data == 2).sum() == 30  # <s>, text, </s>
+    documents = [part[1:-1].tolist() for part in np.split(data, np.flatnonzero(data == 1)[1:])]
     library.encode_special_tokens = True
     assert sorted(documents) == sorted(library.encode(text, add_special_tokens=False).ids for text in texts)
     library.encode_special_tokens = False

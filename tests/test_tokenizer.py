@@ -9,6 +9,7 @@ from pathlib import Path
 
 import generate
 from conftest import refusal
+from dev.data.common import encode_texts, load_tokenizer, write_vocabulary
 from dev.hf.common import take_tokenizer_along
 from llmc.data import find_tokenizer as find_tokenizer_module
 from llmc.data.find_tokenizer import (
@@ -16,13 +17,25 @@ from llmc.data.find_tokenizer import (
     find_tokenizer,
     load_model_tokenizer,
     model_tokenizers,
+    named_tokenizer,
     open_tokenizer,
     tokenizer_files,
 )
 from llmc.data.hf_tokenizer import HuggingFaceTokenizer, byte_letters
-from llmc.data.tokenizer import GPT2_PATTERN, StreamDecoder, Tokenizer, byte_tokenizer, gpt2_tokenizer, write_tokenizer
+from llmc.data.tokenizer import (
+    END_OF_TEXT,
+    GPT2_PATTERN,
+    StreamDecoder,
+    Tokenizer,
+    byte_tokenizer,
+    gpt2_tokenizer,
+    write_tokenizer,
+)
+from llmc.files.model_file import write_model
+from llmc.model.tensors import num_parameters
 from train_gpt2_fp32 import GPT2Config
 
+import numpy as np
 import pytest
 import regex
 import tiktoken
@@ -177,6 +190,9 @@ def test_a_damaged_tokenizer_is_refused(file):
     assert "end-of-text token 50256" in message(data[:4] + struct.pack("<I", 1) + data[8:])
     assert "found a GPT-2 model" in message(struct.pack("<I", 20240326) + data[4:])
     assert "too short" in message(data[:100])
+    for word, value in (4, 318), (5, 3), (7, 1):  # what begins a text, where spaces are put, special tokens
+        assert "damaged in its header" in message(data[: 4 * word] + struct.pack("<I", value) + data[4 * word + 4 :])
+    assert "damaged in its header" in message(data[:28] + struct.pack("<I", 1) + data[32:] + struct.pack("<I", 317))
     os.unlink(file)
     assert "no such file" in refusal(open_tokenizer, file)
 
@@ -363,6 +379,76 @@ def test_the_end_of_text_is_named_by_a_neighbour(tmp_path, prefix, neighbour, co
     assert ours.eot == (5 if end is None else ours.tokens.index(end))
 
 
+@pytest.mark.parametrize("neighbour, content, ends", [
+    ("tokenizer_config.json", {"eos_token": {"content": "<|eot_id|>"}}, ["<|eot_id|>"]),
+    ("special_tokens_map.json", {"eos_token": "the"}, ["the"]), ("config.json", {"eos_token_id": 9}, [9]),
+    ("generation_config.json", {"eos_token_id": [3, 9, 10**6, None]}, [3, 9]),
+])  # fmt: skip
+def test_a_text_ends_at_every_token_that_a_file_names_by_the_bin_as_by_the_json(json_file, neighbour, content, ends):
+    ours = open_tokenizer(path := json_file("llama3_like"))
+    write_vocabulary(path.with_name("x"), ours, path)
+    (path.with_name(f"x_{neighbour}")).write_text(json.dumps(content))
+    names = [name if isinstance(name, int) else ours.tokens.index(name.encode()) for name in ends]
+    for suffix in "json", "bin":
+        assert open_tokenizer(path.with_name(f"x_tokenizer.{suffix}")).ends == {ours.bos, ours.eot, *names}
+
+
+def test_a_bin_encodes_only_where_it_splits_as_its_json(json_file, tmp_path, capsys):
+    for kind in LIBRARIES:
+        ours = open_tokenizer(path := json_file(kind))
+        write_vocabulary(tmp_path / "x", ours, path)
+        alone = shutil.copy(tmp_path / "x_tokenizer.bin", tmp_path / "alone.bin")
+        if kind == "gpt2_like":
+            assert load_tokenizer(alone).encode(CORPUS) == ours.encode(CORPUS)
+            assert "alone.bin: a .bin does not say how text is split" in capsys.readouterr().out
+        else:
+            assert refusal(load_tokenizer, alone).startswith(f"{alone}: its model's text is split in another way")
+    permuted = json.loads(LIBRARIES["gpt2_like"].to_str())["model"]["merges"][::-1]
+    assert not open_tokenizer(json_file("gpt2_like", model={"merges": permuted})).as_gpt2
+
+
+def test_a_document_begins_and_ends_and_does_neither_twice(json_file):
+    llama3 = open_tokenizer(json_file("llama3_like"))
+    begin, end, (the,) = [llama3.bos], [llama3.eot], llama3.encode_ordinary_batch(["the"])
+    begins, ends = "<|begin_of_text|>", "<|end_of_text|>"
+    for text in "the", f"{begins}the", f"the{ends}", f"{begins}the{ends}":
+        assert encode_texts(llama3, [text], special=True) == [begin + the + end]
+    as_text = encode_texts(llama3, [f"{begins}the"])[0]
+    assert as_text[:1] == begin and as_text[-1:] == end and as_text.count(llama3.bos) == 1
+    assert encode_texts(byte_tokenizer(), ["a", f"{END_OF_TEXT}b"], special=True) == [[256, 97], [256, 98]]
+    with_bin = Tokenizer([*LEARNED.tokens, b"<s>"], LEARNED.eot, bos=317)  # of the names also without its .json
+    assert with_bin.encode("<s>the<|endoftext|>") == [317, *LEARNED.encode("the"), LEARNED.eot]
+    for prompt, bos, tokens in (f"{begins}the", True, begin + the), ("the", True, begin + the), ("the", False, the):
+        assert generate.tokens_of([("--prompt", {"prompt": prompt})], llama3, 9, 9, bos) == [tokens]
+
+
+def test_a_tokenizer_is_found_by_whatever_is_named(json_file, tmp_path, capsys):
+    place = tmp_path / "m"
+    place.mkdir()
+    shutil.move(json_file("gpt2_like"), place / "x_tokenizer.json")
+    write_tokenizer(place / "x_tokenizer.bin", LEARNED.tokens, LEARNED.eot)
+    beside = ("x_config.json", "x_tokenizer_config.json", "x_chat_template.jinja", "x_vocab.json")
+    for name in beside:
+        (place / name).write_text("{}")
+    write_model(place / "x.bin", config := GPT2Config(8, 317, 1, 1, 8), np.zeros(num_parameters(config), np.float32))
+    for name in "", "x_tokenizer.json", "x_tokenizer.bin", "x.bin", *beside:
+        assert named_tokenizer(place / name) == place / "x_tokenizer.json"
+        said = capsys.readouterr().err
+        assert said in ("", f"{place / name}: its tokenizer is {place / 'x_tokenizer.json'}\n")
+        assert bool(said) == (name != "x_tokenizer.json")
+    (place / "x_tokenizer.json").unlink()
+    for name in "", "x_tokenizer.bin", "x.bin", "x_config.json":
+        assert named_tokenizer(place / name) == place / "x_tokenizer.bin"
+    shutil.copy(place / "x_tokenizer.bin", place / "y_tokenizer.bin")
+    assert "m has several tokenizers: name one of " in refusal(named_tokenizer, place)
+    for name in "x_tokenizer.bin", "y_tokenizer.bin":
+        (place / name).unlink()
+    for name in "", "x.bin", "x_config.json":
+        assert refusal(named_tokenizer, place / name).endswith("no tokenizer is there; name its tokenizer.json")
+    for name in "gpt2", "bytes", "gone.json", "gone.bin":
+        assert named_tokenizer(Path(name)) == Path(name)
+
+
 def test_a_tokenizer_whose_end_of_text_is_unknown_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(train(SPELLINGS).to_str())
     message = refusal(open_tokenizer, tmp_path / "tokenizer.json")
@@ -411,6 +497,13 @@ def test_a_byte_without_a_token_is_said(json_file, capsys):
     vocab = json.loads(LIBRARIES["gpt2_like"].to_str())["model"]["vocab"]
     open_tokenizer(json_file(model={"vocab": {k: v for k, v in vocab.items() if k != "Ã"}, "merges": []}))
     assert "no token for 1 bytes, the first 0xc3: texts lose them\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("charsmap", ["", "!!", "AAAAAA==", "CAAAAGFiY2RlZmdoAAA="])
+def test_a_panic_of_the_library_is_one_line(json_file, charsmap, capfd):
+    path = json_file(normalizer={"type": "Precompiled", "precompiled_charsmap": charsmap})
+    assert refusal(open_tokenizer, path).startswith(f"{path}: the tokenizers library cannot read it (")
+    assert capfd.readouterr().err == ""
 
 
 def test_what_the_libraries_raise_is_one_line(json_file):
@@ -502,7 +595,7 @@ def test_more_tokens_than_the_model_has_rows_are_said_at_once(model, json_file, 
     assert said.count("\n") == 1
     assert generate.tokens_of([("--prompt", {"prompt": "the"})], tokenizer, 9, 9)[0][1:] == tokenizer.encode("the")
     assert "'[PAD]'" in refusal(generate.tokens_of, [("--prompt", {"prompt": "a[PAD]"})], tokenizer, 9, 9)
-    assert tokenizer.text_bytes(size).shape == (size,)
+    assert tokenizer.text_bytes(size)(np.array([0]), np.array([size - 1])) == 0
     shutil.copy(path, "other.json")
     assert f"{size + 1} tokens and m/tiny.bin {size}" in refusal(load_model_tokenizer, model, size, Path("other.json"))
 

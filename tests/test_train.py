@@ -136,7 +136,7 @@ def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(any_folder, run
     assert losses[40] < losses[1] - 0.8 and validations[-1] < validations[0] - 0.8  # from ln 61, 4.1
 
     texts = samples_of(out)
-    assert [len(text) for text in texts] == [30, 30]
+    assert len(texts) == 2 and all(0 < len(text) <= 30 for text in texts)  # one may end before
     assert re.fullmatch(r"total average iteration time: \d+\.\d{6} ms", lines[-1])
 
     log = read_log(folder / "run.log")

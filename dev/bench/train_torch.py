@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     val_loader = DataLoader(args.val_data or args.data, "val", B, T, config.vocab_size, raw_tokens=args.raw_tokens)
     settings = make_settings(args, 0, train_loader.num_tokens, val_loader.num_batches)
     steps, count = settings.steps, settings.val_batches
-    text_bytes = tokenizer.text_bytes(config.vocab_size) if tokenizer else np.zeros(config.vocab_size, np.int64)
+    text_bytes = tokenizer.text_bytes(config.vocab_size) if tokenizer else lambda inputs, targets: 0
     logger = Logger(args.log)
     inputs, targets = np.empty((B, T), np.int32), np.empty((B, T), np.int32)
 
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
             with torch.no_grad():
                 for _ in range(count):
                     loss += next_loss(val_loader).item() / count
-                    num_bytes += int(text_bytes[targets].sum())
+                    num_bytes += text_bytes(inputs, targets)
             bits = bits_per_byte(loss, count * B * T, num_bytes)
             print_validation(loss, bits)
             logger.log(step, val_loss=loss, bits_per_byte=bits)

@@ -12,6 +12,7 @@ import re
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from itertools import compress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -199,12 +200,17 @@ def lines_of(path: str | Path, blocks: Iterable[str]) -> Iterator[str]:
 
 
 def load_tokenizer(name: str | Path | None) -> Tokenizer:
-    """The tokenizer of a `.bin` or a `tokenizer.json`, that of bytes, or GPT-2's. Says where it changes texts."""
+    """The tokenizer of a `.bin` or a `tokenizer.json`, that of bytes, or GPT-2's, to encode with. Says where it changes
+    texts."""
     if name in ("bytes", "gpt2", None):
         return byte_tokenizer() if name == "bytes" else gpt2_tokenizer()
     check_saved(Path(name))
     try_tokenizer(Path(name))
     tokenizer = open_tokenizer(name)
+    if Path(name).suffix != ".json" and not tokenizer.as_gpt2:
+        tokenizer.encode("a")  # which says why it cannot
+    if Path(name).suffix != ".json" and tokenizer.vocab_size not in (257, 50257):
+        print(f"{name}: a .bin does not say how text is split: it is split as GPT-2's")
     if tokenizer.normalizer:
         state = json.loads(tokenizer.normalizer.__getstate__())
         changes = " + ".join(part["type"] for part in state.get("normalizers", [state]))
@@ -218,19 +224,12 @@ def encode(
     """The tokens of texts. special: the names of special tokens in them stand for these. Raises Unsuitable if a text
     cannot be had back from its tokens."""
     if special:
-        encoded = [_encode_special(tokenizer, text) for text in texts]
+        encoded = [tokenizer.encode(text) for text in texts]
     else:
         encoded = tokenizer.encode_ordinary_batch(texts, num_threads)
     for text, ids in zip(texts, encoded, strict=True):
         _check_spelling(tokenizer, text, ids, special)
     return encoded
-
-
-def _encode_special(tokenizer: Tokenizer, text: str) -> list[int]:
-    if tokenizer.encoding is None:  # the tokenizers library encodes
-        return tokenizer.encode(text)
-    first, *others = text.split(tokenizer.tokens[tokenizer.eot].decode())
-    return [*tokenizer.encode(first), *(id for part in others for id in (tokenizer.eot, *tokenizer.encode(part)))]
 
 
 def _check_spelling(tokenizer: Tokenizer, text: str, ids: list[int], special: bool) -> None:
@@ -253,24 +252,34 @@ def _check_spelling(tokenizer: Tokenizer, text: str, ids: list[int], special: bo
 
 
 def encode_texts(
-    tokenizer: Tokenizer, texts: list[str], num_threads: int | None = None, special: bool = False
-) -> list[list[int]]:
-    """The tokens of texts as a dataset holds them: before each the token that begins a text, unless it is there
-    already. Raises Unsuitable as `encode` does."""
+    tokenizer: Tokenizer, texts: list[str], num_threads: int | None = None, special: bool = False,
+    inner: list[bool] | None = None,
+) -> list[list[int]]:  # fmt: skip
+    """The tokens of texts as a dataset holds them: before each the token that begins a text, and after it, if that is
+    another one, the token that ends a text, unless they are there already. inner: which texts are parts that go on with
+    the text before; the tokenizer puts no space before these. Raises Unsuitable as `encode` does."""
+    begin, end = [tokenizer.bos], [tokenizer.eot] * (tokenizer.eot != tokenizer.bos)
+
+    def whole(ids: list[int]) -> list[int]:
+        first, last = (ids[:1], ids[-1:]) if special else ([], [])
+        return begin * (first != begin) + ids + end * (last != end)
+
     encoded = encode(tokenizer, texts, num_threads, special)
-    return [ids if special and ids[:1] == [tokenizer.bos] else [tokenizer.bos, *ids] for ids in encoded]
+    if inner and tokenizer.inside is not tokenizer:
+        within = iter(encode(tokenizer.inside, list(compress(texts, inner)), num_threads, special))
+        encoded = [next(within) if part else ids for ids, part in zip(encoded, inner, strict=True)]
+    return [whole(ids) for ids in encoded]
 
 
 def write_vocabulary(prefix: Path, tokenizer: Tokenizer, source: Path | None = None) -> None:
-    """Writes `<prefix>_tokenizer.bin`, so that whoever reads the data can turn it back into text, and where the
-    tokenizer is of a .json, `source`, before it `<prefix>_tokenizer.json`, which encodes prompts as the data.
-
-    Its end-of-text token, which the trainer begins its samples with, is the one that stands before each text.
-    """
-    if source is not None and source.suffix == ".json":
+    """Writes `<prefix>_tokenizer.bin`, so that whoever reads the data can turn it back into text. Before it writes what
+    belongs to the tokenizer's file, `source`: of a .json `<prefix>_tokenizer.json`, which encodes prompts as the data,
+    and the files beside it."""
+    if source is not None and source.suffix in (".json", ".bin"):
         for name, content in tokenizer_files(source, f"{prefix.name}_").items():
             with replacing(prefix.with_name(name)) as file:
                 file.write(content)
     path = prefix.with_name(f"{prefix.name}_tokenizer.bin")
-    write_tokenizer(path, tokenizer.tokens, tokenizer.bos)
+    known = tokenizer.bos, tokenizer.special, tokenizer.space, tokenizer.as_gpt2
+    write_tokenizer(path, tokenizer.tokens, tokenizer.eot, *known)
     print(f"{path}: {counted(tokenizer.vocab_size, 'token')} in the vocabulary")

@@ -1,11 +1,12 @@
 """HellaSwag's validation set as token file: 10,042 contexts with four endings each, of which one is right.
 
 Zellers et al., "HellaSwag: Can a Machine Really Finish Your Sentence?" (2019). Writes data/hellaswag_val.bin, which the
-trainer's --hellaswag reads; llmc/data/evaluation.py has the format. The tokens of an ending are those of a space and
-the ending.
+trainer's --hellaswag reads; llmc/data/evaluation.py has the format. Context, a space and ending are encoded as one
+text; what follows the tokens that it has in common with the context is the ending.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dev.data import common
 from dev.data.common import DATA, Unsuitable, blocks_of, download, encode, load_tokenizer, make_folder, run
 from device.errors import UserError
 from llmc.data.evaluation import START_EXAMPLE
+from llmc.data.find_tokenizer import named_tokenizer
 from llmc.data.tokenizer import Tokenizer
 from llmc.files.files import make_header, replacing
 from llmc.files.magic import EVALUATION
@@ -30,8 +32,12 @@ SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 def encode_example(number: int, example: dict, tokenizer: Tokenizer) -> list[int]:
     """One example's part of the uint16 stream. Raises ValueError for what the format cannot hold, Unsuitable for what
     the tokenizer cannot spell."""
-    texts = [example["ctx"], *(f" {ending}" for ending in example["endings"])]
-    context, *endings = encode(tokenizer, texts)
+    context = example["ctx"]
+    encoded = encode(tokenizer, [context, *(f"{context} {ending}" for ending in example["endings"])])
+    common = len(os.path.commonprefix(encoded))
+    if not common:
+        raise ValueError("no context")
+    context, *endings = encoded[0][:common], *(tokens[common:] for tokens in encoded[1:])
     label = int(example["label"])
     if len(endings) != 4 or not 0 <= label < 4:
         raise ValueError(f"{len(endings)} endings with label {label}; 4 endings are needed, one of them right")
@@ -48,7 +54,7 @@ def main() -> None:
     parser.add_argument("--out", metavar="FILE", type=a_path, default=DATA / "hellaswag_val.bin", help="(%(default)s)")
     args = parser.parse_args()
 
-    tokenizer = load_tokenizer(args.tokenizer)
+    tokenizer = load_tokenizer(args.tokenizer and named_tokenizer(args.tokenizer))
     if tokenizer.vocab_size > START_EXAMPLE:
         raise UserError(
             f"{args.tokenizer}: {tokenizer.vocab_size} tokens are too many for an evaluation file, whose tokens have "

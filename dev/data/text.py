@@ -33,7 +33,7 @@ from dev.data import common
 from dev.data.documents import KINDS, UNDECODABLE, UNDECODABLE_REMEDY, File, documents
 from dev.data.shards import ShardWriter, load_texts
 from device.errors import UserError, first_line, say
-from llmc.data.find_tokenizer import model_tokenizers, open_tokenizer
+from llmc.data.find_tokenizer import model_tokenizers, named_tokenizer, open_tokenizer
 from llmc.data.hf_tokenizer import MAX_VOCAB_SIZE
 from llmc.data.tokenizer import END_OF_TEXT, Tokenizer
 from llmc.files.directory import Lock, why
@@ -87,7 +87,7 @@ def make_parser() -> Parser:
         f" {' '.join(common.PACKED)}; what datasets saved; OWNER/NAME[:CONFIG] of the Hugging Face hub")  # fmt: skip
     add("-o", "--out", metavar="PREFIX", type=a_path, required=True, help="such as data/mine")
     tokenizers = parser.add_mutually_exclusive_group()
-    tokenizers.add_argument("--tokenizer", metavar="NAME|FILE", default="gpt2", help="or bytes, .json, .bin (gpt2)")
+    tokenizers.add_argument("--tokenizer", metavar="NAME|FILE", default="gpt2", help="or bytes, file, folder (gpt2)")
     tokenizers.add_argument("--train-tokenizer", metavar="N", type=vocabulary, help="learn N tokens from the text")
     add("--special-tokens", action="store_true", help="encode the names of special tokens as these tokens (as text)")
     add("--field", metavar="NAME", nargs="+", default=["text"], help="the text in records; several are joined (text)")
@@ -244,7 +244,7 @@ def encode(batch: dict[str, list], path: str, special: bool) -> dict[str, list]:
     """The tokens of texts. "count": how many they are. "begin", "end": whether the token that begins or ends a text was
     added. "special": how often the texts have the names of special tokens, as JSON beside the first text."""
     (tokenizer, names), texts = tokenizer_at(path), batch["text"]
-    ids = [np.array(tokens, np.uint32) for tokens in common.encode_texts(tokenizer, texts, 1, special)]
+    ids = [np.array(tokens, np.uint32) for tokens in common.encode_texts(tokenizer, texts, 1, special, batch["inner"])]
     begin, end = (tokenizer.tokens[id].decode() for id in (tokenizer.bos, tokenizer.eot))
     counts = Counter(name for text in texts for name in names.findall(text))
     return {
@@ -260,7 +260,7 @@ def encode(batch: dict[str, list], path: str, special: bool) -> dict[str, list]:
 def encode_all(rows: Any, kept: np.ndarray, workers: int, work: Path, **how: Any) -> Any:
     """The tokens of some documents, as `read` returns documents."""
     if isinstance(rows, dict):
-        return encode({"text": [rows["text"][i] for i in kept]}, **how)
+        return encode({name: [rows[name][i] for i in kept] for name in ("text", "inner")}, **how)
     processes = min(workers, len(kept))
     return rows.select(kept).map(
         encode, batched=True, batch_size=100, remove_columns=rows.column_names, fn_kwargs=how, desc="encoding",
@@ -370,6 +370,7 @@ def main() -> None:
         remedy = no_text[0] if no_text else "--suffix .x reads files as text"
         raise UserError(f"{args.paths[0]}: no text there; skipped: {listed(skipped) or 'nothing'}; {remedy}")
     say_idle(args, parser.given, files)
+    args.tokenizer = str(named_tokenizer(Path(args.tokenizer)))
     given = None if args.train_tokenizer else common.load_tokenizer(args.tokenizer)
     check_work(work)
     lock = Lock(work / "lock", work, "-o", make=True)

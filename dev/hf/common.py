@@ -113,7 +113,8 @@ def take_tokenizer_along(found: Path, model: Path, vocab_size: int) -> set[Path]
         if not read.fits(vocab_size, own=True):
             raise UserError(f"{found} has {read.vocab_size} tokens and the model {vocab_size}")
         read.say_rows(found, vocab_size)
-        write_tokenizer(binary, read.tokens[:vocab_size], read.eot)
+        kept = read.tokens[:vocab_size]
+        write_tokenizer(binary, kept, read.eot, read.bos, read.special, read.space, read.as_gpt2)
         print(f"wrote {binary}")
         return {*files, binary}
     except UserError as error:

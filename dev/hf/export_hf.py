@@ -5,7 +5,8 @@
 
 Writes config.json, the weights as safetensors, in files of up to 4 GB, and where it is given, or found beside the model
 or the data that it was trained on, the tokenizer. The logits are the same, to rounding, for a model that was trained
-with softmax or flash attention; transformers has no ReLU attention.
+with softmax or flash attention; transformers has no ReLU attention. A text ends with the tokens that end one in the
+data, too: they are added to eos_token_id. Of a checkpoint -o must say where the export goes.
 
     python dev/hf/export_hf.py model.bin -o my_gpt2 --dtype bf16         # weights rounded to bf16, in half the bytes
     python dev/hf/export_hf.py model.bin -o gpt2_bf16.bin --dtype bf16   # the same as llm.c's file, version 5
@@ -24,7 +25,7 @@ from dev.foreign import try_tokenizer
 from dev.hf.common import config_json, named_tensors, read_json, take_tokenizer_along
 from dev.scripts import NEEDED, find_model, kind_of
 from device.errors import UserError
-from llmc.data.find_tokenizer import model_tokenizers, open_tokenizer, tokenizer_files
+from llmc.data.find_tokenizer import model_tokenizers, named_tokenizer, open_tokenizer, tokenizer_files
 from llmc.data.hf_tokenizer import byte_letters
 from llmc.data.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer
 from llmc.files.checkpoint_dir import training_flags
@@ -44,24 +45,29 @@ DTYPES = {"fp32": ("F32", "float32", 4), "bf16": ("BF16", "bfloat16", 2)}
 def tokenizer_json(tokenizer: Tokenizer) -> str:
     """The tokenizer of a `.bin` as the tokenizers library keeps it."""
     try:
-        from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+        from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
         from tokenizers import Tokenizer as HFTokenizer
     except ImportError as error:
         raise UserError(f"{error.name} is missing: pip install -r requirements-dev.txt") from None
 
     letters = byte_letters()
     spell = lambda token: "".join(letters[byte] for byte in token)  # noqa: E731
+    names = {token: tokenizer.tokens[token].decode(errors="replace") for token in sorted(tokenizer.special)}
+    names[tokenizer.eot] = END_OF_TEXT
     ranks = tokenizer.ranks
     pairs = [merged_from(token, ranks) for token in ranks if len(token) > 1]
     merges = [tuple(map(spell, pair)) for pair in pairs if all(part in ranks for part in pair)]
-    vocab = {spell(token): rank for token, rank in ranks.items()} | {END_OF_TEXT: tokenizer.eot}
+    vocab = {spell(token): rank for token, rank in ranks.items()} | {name: token for token, name in names.items()}
     theirs = HFTokenizer(models.BPE(vocab, merges))
     theirs.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(GPT2_PATTERN), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     theirs.decoder = decoders.ByteLevel()
-    theirs.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    theirs.add_special_tokens([AddedToken(name, special=True) for name in names.values()])
+    if tokenizer.bos != tokenizer.eot:
+        begin = names[tokenizer.bos]
+        theirs.post_processor = processors.TemplateProcessing([begin, "$A"], special_tokens=[(begin, tokenizer.bos)])
     return theirs.to_str()
 
 
@@ -107,15 +113,20 @@ def find_tokenizer(model: Path, config: Config, given: Path | None) -> tuple[Pat
 
 def write_tokenizer(directory: Path, path: Path, tokenizer: Tokenizer, max_seq_len: int) -> None:
     """Writes tokenizer.json, unless it is there, and tokenizer_config.json, unless it is."""
-    if path.suffix == ".json":
-        eos, bos = (tokenizer.tokens[token].decode() for token in (tokenizer.eot, tokenizer.bos))
-    else:
+    eos, bos = (tokenizer.tokens[token].decode(errors="replace") for token in (tokenizer.eot, tokenizer.bos))
+    if path.suffix != ".json":
         (directory / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
-        eos = bos = END_OF_TEXT
+        eos, bos = END_OF_TEXT, END_OF_TEXT if bos == eos else bos
     if not (directory / "tokenizer_config.json").exists():  # the token for unknown text never comes; CTranslate2 asks
         special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "bos_token": bos, "unk_token": eos}
         special |= {"model_max_length": max_seq_len}
         (directory / "tokenizer_config.json").write_text(json.dumps(special, indent=2))
+
+
+def with_end(ids: int | list[int] | None, eot: int | None) -> int | list[int] | None:
+    """An eos_token_id of transformers, to which the token that ends a text is added if it lacks it."""
+    known = ids if isinstance(ids, list) else [ids]
+    return ids if eot is None or eot in known else eot if ids is None else [*known, eot]
 
 
 def write_weights(directory: Path, tensors: list[tuple[str, np.ndarray, tuple]], dtype: str) -> None:
@@ -188,6 +199,7 @@ def export(path: Path, out: Path, given: Path | None, dtype: str = "fp32") -> No
     given = source.with_name(source.name.removesuffix(f"tokenizer{source.suffix}") + "config.json")
     given = read_json(given) if given.is_file() else {}
     content |= {name: given[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in given}
+    content["eos_token_id"] = with_end(content["eos_token_id"], eot)
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
     print(f"exporting {path}: {num_parameters(config):,} parameters", flush=True)
     try:
@@ -198,6 +210,10 @@ def export(path: Path, out: Path, given: Path | None, dtype: str = "fp32") -> No
             for name in files.keys() - {"tokenizer.bin", "config.json"} if tokenizer else ["generation_config.json"]:
                 if name in files:
                     (part / name).write_bytes(files[name])
+            if (generation := part / "generation_config.json").is_file():
+                kept = read_json(generation)
+                if (ends := with_end(kept.get("eos_token_id"), eot)) != kept.get("eos_token_id"):
+                    generation.write_text(json.dumps(kept | {"eos_token_id": ends}, indent=2), encoding="utf-8")
             if tokenizer:
                 write_tokenizer(part, tokenizer_path, tokenizer, config.max_seq_len)
             (part / "config.json").write_text(json.dumps(content, indent=2))
@@ -213,12 +229,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser(description="Turn an llm.c model .bin into a directory for transformers, or into another .bin.")
     parser.add_argument("model", type=a_path, help="a .bin, a checkpoint, or a directory of checkpoints")
     parser.add_argument("-o", "--out", type=a_path, metavar="DIR|FILE.bin",
-                        help="where to: a directory, or a .bin for llm.c (beside the model, without .bin)")  # fmt: skip
+                        help="where to: a directory, or a .bin for llm.c (beside a model, without .bin)")  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights (%(default)s)")
-    parser.add_argument("--tokenizer", type=a_path, metavar="FILE", help="the model's tokenizer, .bin or .json")
+    parser.add_argument("--tokenizer", type=a_path, metavar="FILE", help="the model's tokenizer: a file or folder")
     args = parser.parse_args(arguments)
     model = find_model(args.model)
-    export(model, args.out or model.with_suffix(""), args.tokenizer, args.dtype)
+    out = args.out or model.with_suffix("")
+    if any((above / "state.json").exists() and (above / "model.bin").exists() for above in out.absolute().parents):
+        raise UserError(f"{out}: a run may remove this checkpoint with all that is in it: name another place with -o")
+    export(model, out, args.tokenizer and named_tokenizer(args.tokenizer), args.dtype)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ ROPE = {  # what may be said in rope_parameters
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings",
 }  # fmt: skip
+COMMON = (  # settings of every kind, as in REQUIRED below
+    ("is_causal", True, (True,)), ("per_layer_config", None, (None,)), ("attention_chunk_size", None, (None,)),
+    ("quantization_config", None, (None,)),
+)  # fmt: skip
 
 
 class Family:
@@ -100,6 +104,9 @@ class Settings:
             value = self.get(name, default)
             if value not in values:
                 self.refuse(name, value, " or ".join("none" if value is None else str(value) for value in values))
+        layers = self.get("layer_types")
+        if layers and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
+            self.refuse("layer_types", layers, "full_attention alone")
 
     def number(self, name: str, default: float) -> float:
         """A setting that is a number. Raises UserError if it is something else."""

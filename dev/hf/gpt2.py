@@ -34,7 +34,7 @@ class GPT2Family(Family):
         ("scale_attn_weights", True, (True,)),
         ("scale_attn_by_inverse_layer_idx", False, (False,)),
         ("add_cross_attention", False, (False,)),
-        ("quantization_config", None, (None,)),
+        ("sliding_window", None, (None,)),
     )
 
     @staticmethod

@@ -3,7 +3,8 @@
     python dev/hf/import_hf.py HuggingFaceTB/SmolLM2-135M -o model.bin    # by its name at Hugging Face
     python dev/hf/import_hf.py DIR -o model.bin                  # a directory of save_pretrained or a download, with
                                                                  # config.json and safetensors
-    python dev/hf/import_hf.py model.safetensors -o model.bin    # for GPT-2 a safetensors file alone is enough
+    python dev/hf/import_hf.py model.safetensors -o model.bin    # such a file, with what lies beside it; for GPT-2 a
+                                                                 # safetensors file alone is enough
 
 A name is one where no such file or directory is here. The package huggingface_hub fetches the files that the import
 reads, with the token of `hf auth login`, into its own cache. A model that lies there already needs no connection.
@@ -38,10 +39,10 @@ if not __package__:  # run as a program: look in the repository, not in dev/hf/,
 
 from dev.foreign import try_tokenizer
 from dev.hf.common import SAVE_AGAIN, config_json, families, named_tensors, read_json, take_tokenizer_along
-from dev.hf.family import Family, Settings
+from dev.hf.family import COMMON, Family, Settings
 from dev.scripts import kind_of_magic
 from device.errors import UserError, escaped, first_line
-from llmc.data.hf_tokenizer import NEIGHBOURS
+from llmc.data.hf_tokenizer import NEIGHBOURS, OLDER
 from llmc.files.files import check_no_pointer, first_word
 from llmc.files.model_file import new_model
 from llmc.model.tensors import Config, layout, num_parameters
@@ -64,7 +65,6 @@ BUFFERS = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.
 WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+")  # what DistributedDataParallel and torch.compile put before a name
 LITTLE = 1 << 20  # parameters
 ADAPTER = "adapter_config.json"
-OLDER = ("tokenizer.model", "vocab.json", "merges.txt")  # from before there was tokenizer.json
 TEMPLATES = "additional_chat_templates"  # a folder
 HEAD = "lm_head.weight"
 BELOW = ("*", "snapshots/*", "*/snapshots/*")  # where a model lies in a Trainer's output and in the hub's cache
@@ -303,6 +303,8 @@ def import_tokenizer(place: Path, model: Path, vocab_size: int) -> set[Path]:
         print(escaped(f"{place / TEMPLATES}: left out, an export will not have them: {names}"), file=sys.stderr)
     found = place / "tokenizer.json"
     older = [name for name in OLDER if (place / name).is_file()]
+    if not found.is_file() and not older:
+        print(f"no tokenizer is in {place}: the model is imported without one")
     if found.is_file() or not older:
         return take_tokenizer_along(found, model, vocab_size)
     with tempfile.TemporaryDirectory() as folder:
@@ -335,7 +337,8 @@ def main(arguments: list[str] | None = None) -> None:
         files = [INDEX, ADAPTER, "tokenizer.json", *NEIGHBOURS]  # config.json is a neighbour
         place = fetch(args.source, [*files, *OLDER, f"{TEMPLATES}/*"])
     refuse_what_is_no_model(place)
-    path = (place.parent if place.is_file() else place) / "config.json"
+    folder = place.parent if place.is_file() else place  # of config.json and the tokenizer
+    path = folder / "config.json"
     settings = read_json(path) if path.is_file() else {}
     model_type, known = settings.get("model_type", WITHOUT_CONFIG), families()
     if not isinstance(model_type, str) or model_type not in known:
@@ -344,7 +347,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.heads and model_type != WITHOUT_CONFIG:
         raise UserError("--heads is for a GPT-2 without config.json: leave it out")
     family = known[model_type]
-    Settings(args.source, settings).check(family.REQUIRED + family.ALSO.get(model_type, ()))
+    Settings(args.source, settings).check(COMMON + family.REQUIRED + family.ALSO.get(model_type, ()))
     if named:
         if model_type != WITHOUT_CONFIG:  # its config.json alone says whether it can be imported
             family.read_config(Settings(args.source, settings)).check(args.source)
@@ -357,7 +360,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = family.read_config(Settings(args.source, settings, shapes, args.heads))
     config.check(args.source)
     check_tensors(args.source, config, tensors)
-    coming = {args.out.with_name(f"{args.out.stem}_{name}") for name in files_of(place)}
+    coming = {args.out.with_name(f"{args.out.stem}_{name}") for name in files_of(folder)}
     if (others := files_beside(args.out) - coming) and not os.path.lexists(args.out):
         raise UserError(
             f"{min(others)} would be taken for a file of {args.out}: remove it, or name another file with -o"
@@ -379,7 +382,7 @@ def main(arguments: list[str] | None = None) -> None:
     if nonfinite:
         others = f" and in {len(nonfinite) - 1} other tensors" if nonfinite[1:] else ""
         print(f"{args.source}: weights are not finite (NaN or infinity) in {nonfinite[0]}{others}", file=sys.stderr)
-    written = import_tokenizer(place, args.out, config.vocab_size)
+    written = import_tokenizer(folder, args.out, config.vocab_size)
     for path in files_beside(args.out) - written:  # of the model that was there
         path.unlink()
         print(f"removed {path}, a file of the model that {args.out} was before")

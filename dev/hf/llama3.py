@@ -28,7 +28,7 @@ class Llama3Family(Family):
         ("attention_bias", False, (False,)),
         ("mlp_bias", False, (False,)),
         ("pretraining_tp", 1, (1,)),
-        ("quantization_config", None, (None,)),
+        ("sliding_window", None, (None,)),
     )
     ALSO = {"mistral": (("sliding_window", 4096, (None,)),)}  # a Mistral whose attention reaches back to the beginning
 

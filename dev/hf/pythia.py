@@ -35,7 +35,7 @@ class PythiaFamily(Family):
         ("use_parallel_residual", True, (True, False)),
         ("attention_bias", True, (True,)),
         ("tie_word_embeddings", False, (False,)),
-        ("quantization_config", None, (None,)),
+        ("sliding_window", None, (None,)),
     )
 
     @staticmethod
@@ -76,12 +76,14 @@ class PythiaFamily(Family):
 
     @classmethod
     def read_config(cls, given: Settings) -> PythiaConfig:
-        C, hidden = given.size("hidden_size"), given.size("intermediate_size")
+        C, hidden, NH = given.size("hidden_size"), given.size("intermediate_size"), given.size("num_attention_heads")
         if hidden != 4 * C:
             given.refuse("intermediate_size", hidden, f"4 times hidden_size, {C},")
+        if (HS := given.get("head_dim")) not in (None, C // NH):
+            given.refuse("head_dim", HS, f"hidden_size / num_attention_heads, {C} / {NH},")
         theta, _, _, rotary = given.rope(("default",), 0.25, ("rotary_emb_base", "rotary_pct"))
         return PythiaConfig(
             given.size("max_position_embeddings"), given.size("vocab_size"), given.size("num_hidden_layers"),
-            given.size("num_attention_heads"), C, rotary, theta, given.number("layer_norm_eps", 1e-5),
+            NH, C, rotary, theta, given.number("layer_norm_eps", 1e-5),
             parallel=given.get("use_parallel_residual", True), gelu=cls.GELUS[given.get("hidden_act", "gelu")],
         )  # fmt: skip

@@ -18,7 +18,6 @@ class Qwen3Family(Family):
         ("hidden_act", "silu", ("silu",)),
         ("attention_bias", False, (False,)),
         ("use_sliding_window", False, (False,)),
-        ("quantization_config", None, (None,)),
     )
 
     @staticmethod
@@ -50,11 +49,9 @@ class Qwen3Family(Family):
     @staticmethod
     def read_config(given: Settings) -> Qwen3Config:
         NH, HS = given.size("num_attention_heads"), given.size("head_dim", 128)
-        NKV, layers = given.size("num_key_value_heads", NH), given.get("layer_types")
+        NKV = given.size("num_key_value_heads", NH)
         if NH % NKV:
             given.refuse("num_key_value_heads", NKV, f"a divisor of num_attention_heads, {NH},")
-        if layers and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
-            given.refuse("layer_types", layers, "full_attention alone")
         theta, _, _, _ = given.rope(("default",))
         return Qwen3Config(
             given.size("max_position_embeddings"), given.size("vocab_size"), given.size("num_hidden_layers"), NH, NKV,

@@ -131,17 +131,17 @@ def validate(
     batches: Batches,
     forward_loss: Callable[[], None],
     num_batches: int,
-    text_bytes: np.ndarray | None = None,
+    text_bytes: Callable[[np.ndarray, np.ndarray], int] | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> tuple[float, float | None] | None:
     """The mean loss over the first num_batches of the validation data, in nats a token, and the same in bits per byte
-    (`bits_per_byte`). text_bytes (V,) says how many bytes of text each token stands for; without it the second is None.
+    (`bits_per_byte`). text_bytes counts a batch's bytes (`Tokenizer.text_bytes`); without it the second is None.
     Returns None in place of the pair if `stopped` before the end. Without `stopped`, raises UserError if a batch cannot
     be read."""
 
     def work() -> list:
         loss = float(batches.run(forward_loss).mean(dtype=np.float64))
-        return [loss, 0 if text_bytes is None else int(text_bytes[batches.tokens(0, 0)[1]].sum())]
+        return [loss, 0 if text_bytes is None else text_bytes(*batches.tokens(0, 0)[:2])]
 
     found = batches.each(num_batches, work, stopped)
     if found is None:
@@ -164,11 +164,9 @@ def bits_per_byte(loss: float, num_tokens: int, num_bytes: int) -> float | None:
 
 def evaluate(
     batches: Batches, forward_loss: Callable[[], None], stopped: Callable[[], bool] | None = None
-) -> float | None:
-    """The share of multiple-choice questions whose right completion has the lowest mean loss. None if `stopped` before
-    the end."""
+) -> tuple[int, int] | None:
+    """How many multiple-choice questions the model answers right, and how many it answers (`count_correct`). None if
+    `stopped` before the end."""
     questions = batches.loader
-    correct = batches.each(
-        questions.num_batches, lambda: questions.count_correct(batches.run(forward_loss)), stopped
-    )
-    return None if correct is None else sum(correct) / questions.num_examples
+    found = batches.each(questions.num_batches, lambda: questions.count_correct(batches.run(forward_loss)), stopped)
+    return None if found is None else tuple(map(sum, zip(*found, strict=True)))

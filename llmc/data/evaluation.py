@@ -93,21 +93,25 @@ class EvalLoader:
         self._served = self.examples[self._next : self._next + self.batch_examples]
         self._next += len(self._served)
 
-    def count_correct(self, losses: np.ndarray) -> int:
-        """How many examples of the last batch the model answers right, given its losses, fp32 (B, T).
+    def count_correct(self, losses: np.ndarray) -> tuple[int, int]:
+        """How many examples of the last batch the model answers right, and how many it answers, given its losses, fp32
+        (B, T).
 
         The model's answer is the completion with the lowest mean loss over its own tokens. Its first token is predicted
-        at the context's last position. If losses are equal, the first completion counts.
+        at the context's last position. If losses are equal, the first completion counts. If one of the four means is
+        not finite, there is no answer.
         """
-        correct = row = 0
+        correct = answered = row = 0
         for example in self._served:
             start = len(example.context) - 1
             means = []
             for completion in example.completions:
                 means.append(losses[row, start : start + len(completion)].mean(dtype=np.float64))
                 row += 1
-            correct += int(np.argmin(means)) == example.label
-        return correct
+            if np.isfinite(means).all():
+                answered += 1
+                correct += int(np.argmin(means)) == example.label
+        return correct, answered
 
 
 def read_examples(path: str | Path) -> list[Example]:

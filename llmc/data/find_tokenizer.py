@@ -7,14 +7,48 @@ from pathlib import Path
 from typing import Any
 
 from device.errors import UserError, escaped
-from llmc.data.hf_tokenizer import NEIGHBOURS, HuggingFaceTokenizer
-from llmc.data.tokenizer import STARTER, Tokenizer, byte_tokenizer, gpt2_tokenizer, read_tokenizer
+from llmc.data.hf_tokenizer import NEIGHBOURS, OLDER, HuggingFaceTokenizer, named_ends, neighbours
+from llmc.data.tokenizer import STARTER, Tokenizer, byte_tokenizer, gpt2_tokenizer, read_tokenizer, say_once
+from llmc.files.checkpoint_dir import newest_checkpoint
+from llmc.files.files import first_word
+from llmc.files.magic import script_of
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a tokenizer: a `.json` as HuggingFaceTokenizer does, any other file as `read_tokenizer` does. Raises
-    UserError if the file is missing, damaged or something else."""
-    return HuggingFaceTokenizer(path) if Path(path).suffix == ".json" else read_tokenizer(path)
+    """Reads a tokenizer: a `.json` as HuggingFaceTokenizer does, any other file as `read_tokenizer` does. A text ends
+    also at the tokens that the files beside it name. Raises UserError if the file is missing, damaged or something
+    else."""
+    tokenizer = HuggingFaceTokenizer(path) if Path(path).suffix == ".json" else read_tokenizer(path)
+    tokenizer.ends.update(named_ends(Path(path), tokenizer.tokens))
+    return tokenizer
+
+
+def named_tokenizer(name: Path) -> Path:
+    """The tokenizer's own file, for whatever the user names: that file, "gpt2" or "bytes"; a folder, a model, its
+    weights or a file that goes along with a tokenizer. Of a `.bin` and the .json beside it, it is the .json, which
+    encodes exactly, and a line says so. Raises UserError if there is none, or if a folder has several."""
+    if str(name) in ("gpt2", "bytes"):
+        return name
+    if name.is_dir():
+        place = newest_checkpoint(name) or name
+        found = [*place.glob("*tokenizer.json")] or [*place.glob("*tokenizer.bin")]
+        if len(found) > 1:
+            raise UserError(f"{place} has several tokenizers: name one of {', '.join(sorted(map(str, found)))[:300]}")
+    elif name.suffix == ".bin" and name.is_file() and not script_of(first_word(name)):  # no model
+        found = [name.with_suffix(".json")] if importlib.util.find_spec("tokenizers") else []
+        found = [path for path in found if path.is_file()] or [name]
+    elif beside := [end for end in (*NEIGHBOURS, *OLDER) if name.name.endswith(end)]:
+        prefix = name.name.removesuffix(max(beside, key=len))
+        found = [path for end in (".json", ".bin") if (path := name.with_name(f"{prefix}tokenizer{end}")).is_file()]
+    elif name.suffix in (".bin", ".safetensors") and name.is_file():
+        found = model_tokenizers(name)
+    else:
+        return name
+    if not found:
+        raise UserError(f"{name}: no tokenizer is there; name its tokenizer.json")
+    if found[0] != name:
+        say_once(f"{name}: its tokenizer is {found[0]}")
+    return found[0]
 
 
 # The tokenizer of a dataset
@@ -124,11 +158,7 @@ def tokenizer_files(path: Path, prefix: str) -> dict[str, bytes]:
     """The contents of a tokenizer's files, by the names that they get with another prefix: the file itself; beside an
     `x_tokenizer.bin` the `x_tokenizer.json` that says how a prompt is encoded; beside a .json the NEIGHBOURS. Empty
     files are left out. Raises UserError if one cannot be read."""
-    own = f"tokenizer{path.suffix}"
-    named = path.name.endswith(own)
-    old = path.name.removesuffix(own) if named else ""
-    others = ("tokenizer.json", *NEIGHBOURS) if named or path.suffix == ".json" else ()
-    places = {name: path.with_name(old + name) for name in others} | {own: path}
+    places = neighbours(path) | {f"tokenizer{path.suffix}": path}
     try:
         files = {prefix + name: file.read_bytes() for name, file in places.items() if file.is_file()}
     except OSError as error:

@@ -2,20 +2,34 @@
 
 import json
 import re
+from contextlib import nullcontext
+from copy import copy
+from functools import cached_property
 from pathlib import Path
 
 from device.errors import UserError
-from llmc.data.tokenizer import END_OF_TEXT, Tokenizer, in_one_line, say_once
+from llmc.data.tokenizer import (
+    AFTER_SPECIAL,
+    BEFORE_A_TEXT,
+    END_OF_TEXT,
+    GPT2_PATTERN,
+    NO_SPACE,
+    Tokenizer,
+    in_one_line,
+    say_once,
+    without_panic,
+)
 from llmc.files.files import check_no_pointer, open_file
 
 TEXT_ENDS = (END_OF_TEXT, "<|end_of_text|>")  # names that say what the token is for
 OTHER_ENDS = ("</s>", "<eos>", "<|im_end|>")  # tokens that may end a text, or a part of one
 
-# Files that go along with a tokenizer.json; x_config.json beside x_tokenizer.json. The .json may name the token that
-# ends a text.
+# Files that go along with a tokenizer; x_config.json beside x_tokenizer.json. Those in JSON may name tokens that end a
+# text.
 NEIGHBOURS = (
     "tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json", "chat_template.jinja"
 )  # fmt: skip
+OLDER = ("tokenizer.model", "vocab.json", "merges.txt")  # from before there was tokenizer.json
 
 BYTES_OF_UTF8 = [*range(192), *range(194, 245)]  # all that a text can hold
 MAX_VOCAB_SIZE = 1 << 20  # no vocabulary is as large, except in a damaged file
@@ -24,6 +38,18 @@ JSON_REMEDY = "take the model's own tokenizer.json from the Hugging Face hub"
 SUPPORTED = "byte-level BPE is supported, as of GPT-2, Llama 3 or Pythia, and byte fallback, as of Llama 2 or Mistral"
 CUTTING = re.compile(r'"(type": "(Whitespace|WhitespaceSplit|Bert\w+|CharDelimiterSplit)|behavior": "Removed)"')
 SAMPLE = "It's the  12th\tof\n\nMay, naïve café 你好 🙂 (b)"
+SPACES = (  # what puts a space before a text, and what does not
+    ('"add_prefix_space":true', '"add_prefix_space":false'), ('"prepend_scheme":"[a-z]+"', '"prepend_scheme":"never"'),
+    ('{"type":"Prepend","prepend":"[^"]*"}', '{"type":"Sequence","normalizers":[]}'),
+)  # fmt: skip
+BY_REGEX = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+GPT2_SPLITS = (  # how a pre-tokenizer may say it
+    BY_REGEX,
+    {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": GPT2_PATTERN}, "behavior": "Isolated", "invert": False},
+        BY_REGEX | {"use_regex": False},
+    ]},
+)  # fmt: skip
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -36,22 +62,20 @@ class HuggingFaceTokenizer(Tokenizer):
     (in a chat model that would end a turn), else </s>, <eos> or <|im_end|>.
     """
 
-    encoding = None  # tiktoken's is for a .bin, which does not say how text is split
-
     def __init__(self, path: str | Path) -> None:
         """Raises UserError if the file is missing, damaged or of another kind, if no end is known, or if the tokenizers
         library is missing."""
         content = read_json(path)
-        with in_one_line(f"{path}: the tokenizers library cannot read it", f"; {JSON_REMEDY}"):
-            self._path, self._fallback, self._library = path, _falls_back(path, content), _open_library(path)
+        panics = without_panic() if content.get("normalizer") else nullcontext()
+        with in_one_line(f"{path}: the tokenizers library cannot read it", f"; {JSON_REMEDY}"), panics:
+            self.path, self._fallback, self._library = str(path), _falls_back(path, content), _open_library(path)
             self.normalizer = self._library.normalizer
-            tokens = self._spelled_tokens()
-            super().__init__(tokens, _end_of_text(Path(path), tokens))
-            self.bos = next(iter(self._library.encode("").ids), self.eot)
-            if self.bos >= len(tokens):
-                raise UserError(f"{path}: it begins a text with token {self.bos} of {len(tokens)}; {JSON_REMEDY}")
-            added_tokens = self._library.get_added_tokens_decoder()
-            self.special |= {self.bos, *(token for token, added in added_tokens.items() if added.special)}
+            tokens, added_tokens = self._spelled_tokens(), self._library.get_added_tokens_decoder()
+            eot, bos = _end_of_text(Path(path), tokens), self._begin_of_text()
+            if bos is not None and bos >= len(tokens):
+                raise UserError(f"{path}: it begins a text with token {bos} of {len(tokens)}; {JSON_REMEDY}")
+            special = (token for token, added in added_tokens.items() if added.special)
+            super().__init__(tokens, eot, bos, special, as_gpt2=self._splits_as_gpt2(content))
             self._check_spelling()
 
     def _spelled_tokens(self) -> list[bytes]:
@@ -60,13 +84,13 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = self._library.get_vocab(with_added_tokens=True)
         size = max(ids.values(), default=-1) + 1
         if not 0 < size < MAX_VOCAB_SIZE:
-            raise UserError(f"{self._path}: tokens with ids up to {size - 1} are no vocabulary; {JSON_REMEDY}")
+            raise UserError(f"{self.path}: tokens with ids up to {size - 1} are no vocabulary; {JSON_REMEDY}")
         spellings = [f"<0x{byte:02X}>" for byte in range(256)] if self._fallback else byte_letters()
         byte_of = {spelling: byte for byte, spelling in enumerate(spellings)}
         self._missing = [byte for byte in BYTES_OF_UTF8 if spellings[byte] not in ids]
         if self._missing:
             count, first = len(self._missing), self._missing[0]
-            say_once(f"{self._path}: it has no token for {count} bytes, the first {first:#04x}: texts lose them")
+            say_once(f"{self.path}: it has no token for {count} bytes, the first {first:#04x}: texts lose them")
         tokens = [b"<|unused %d|>" % token for token in range(size)]
         for spelling, token in ids.items():
             found = [byte_of.get(part) for part in ([spelling] if self._fallback else spelling)]
@@ -77,31 +101,63 @@ class HuggingFaceTokenizer(Tokenizer):
                 tokens[token] = added.content.encode()
         return tokens
 
+    def _begin_of_text(self) -> int | None:
+        """The token that the file puts before a text, if it does. (One after the text is none.)"""
+        alone = self._library.encode("a", add_special_tokens=False).ids
+        ids = self._library.encode("a").ids
+        return ids[0] if ids[: len(alone)] != alone else None
+
+    def _splits_as_gpt2(self, content: dict) -> bool:
+        """Whether a `.bin` of these tokens encodes as this file does."""
+        split, model = self._library.pre_tokenizer, content["model"]
+        state = split.__getstate__().decode().replace('"trim_offsets":false', '"trim_offsets":true') if split else "{}"
+        if self._fallback or self.normalizer or json.loads(state) not in GPT2_SPLITS or "merges" not in model:
+            return False
+        parts = (merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ()))
+        merged = [model["vocab"].get("".join(pair), -1) for pair in parts]
+        return not model.get("ignore_merges") and merged == sorted(merged)
+
+    @cached_property
+    def inside(self) -> Tokenizer:
+        if self.space == NO_SPACE:
+            return self
+        content, other = self._library.to_str(), copy(self)
+        for puts, does_not in SPACES:
+            content = re.sub(puts, does_not, content)
+        other._library = type(self._library).from_str(content)
+        other.normalizer = other._library.normalizer
+        return other
+
     def _check_spelling(self) -> None:
-        """Raises UserError unless the tokens of a text spell it. Finds out whether the library's decoder drops a space
-        in front."""
+        """Raises UserError unless the tokens of a text spell it. Finds out where the tokenizer puts spaces."""
         sample = "".join(c for c in SAMPLE if not set(c.encode()) & set(self._missing))
-        ids = self._library.encode(sample, add_special_tokens=False).ids
-        spelled, wanted = b"".join(self.tokens[token] for token in ids), self.normal(sample).encode()
+        wanted = self.normal(sample).encode()
+        spelled, after_end = map(self._spelling, (sample, self.tokens[self.eot].decode(errors="replace") + sample))
         if spelled not in (wanted, b" " + wanted):
             found = f"{wanted.decode()!r} comes back as {spelled.decode(errors='replace')!r}"
-            raise UserError(f"{self._path}: its tokens do not spell a text: {found}; {SUPPORTED}")
-        decoded = self._library.decode(ids, skip_special_tokens=False)
-        self.lead = " " * (spelled == b" " + decoded.encode())
+            raise UserError(f"{self.path}: its tokens do not spell a text: {found}; {SUPPORTED}")
+        everywhere = after_end == self.tokens[self.eot] + spelled
+        self.space = NO_SPACE if spelled == wanted else AFTER_SPECIAL if everywhere else BEFORE_A_TEXT
+
+    def _spelling(self, text: str) -> bytes:
+        return b"".join(self.tokens[token] for token in self._library.encode(text, add_special_tokens=False).ids)
 
     def normal(self, text: str) -> str:
-        text = self.normalizer.normalize_str(text) if self.normalizer else text
+        """The text as the normalizer changes it, without the space that it may put before a text."""
+        if self.normalizer and text:
+            puts_space = self.normalizer.normalize_str("a")[:1] in ("▁", " ")
+            text = self.normalizer.normalize_str(text)[puts_space:]
         return text.replace("▁", " ") if self._fallback else text
 
     def encode(self, text: str) -> list[int]:
-        with in_one_line(f"{self._path}: the tokenizers library cannot encode a text"):
+        with in_one_line(f"{self.path}: the tokenizers library cannot encode a text"):
             return self._library.encode(without_surrogates(text), add_special_tokens=False).ids
 
     def encode_ordinary_batch(self, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
         self._library.encode_special_tokens = True  # as text
         texts = [without_surrogates(text) for text in texts]
         try:
-            with in_one_line(f"{self._path}: the tokenizers library cannot encode a text"):
+            with in_one_line(f"{self.path}: the tokenizers library cannot encode a text"):
                 return [found.ids for found in self._library.encode_batch_fast(texts, add_special_tokens=False)]
         finally:
             self._library.encode_special_tokens = False
@@ -158,21 +214,38 @@ def _open_library(path: str | Path):
 
 def _end_of_text(path: Path, tokens: list[bytes]) -> int:
     """The token that ends a text. Raises UserError if neither the vocabulary nor a file beside it says which."""
-    ids, named = {token: number for number, token in enumerate(tokens)}, []
-    for name in NEIGHBOURS:
-        beside = path.with_name(path.name.rpartition("tokenizer.json")[0] + name)
-        if name.endswith(".json") and beside.is_file():
-            end, several = (read_json(beside).get(key) for key in ("eos_token", "eos_token_id"))
-            named.append(end.get("content") if isinstance(end, dict) else end)  # an AddedToken, written out
-            named += several[:1] if isinstance(several, list) else [several]  # chat models have several
-    for end in (*TEXT_ENDS, *named, *OTHER_ENDS):
-        token = ids.get(end.encode(errors="surrogatepass")) if isinstance(end, str) else end
-        if type(token) is int and 0 <= token < len(tokens):
-            return token
+    first, others = ([name.encode() for name in names] for names in (TEXT_ENDS, OTHER_ENDS))
+    ids = {token: number for number, token in enumerate(tokens)}
+    named = [ids[name] for name in first if name in ids] or named_ends(path, tokens)
+    for end in [*named, *(ids[name] for name in others if name in ids)]:
+        return end
     raise UserError(
         f"{path}: it does not say which token ends a text; put the model's tokenizer_config.json, which names this "
         "token as eos_token, beside it"
     )
+
+
+def named_ends(path: Path, tokens: list[bytes]) -> list[int]:
+    """The tokens that end a text by the files beside a tokenizer's file. (Chat models have several.) Raises UserError
+    if one of these files is damaged."""
+    ids, found = {token: number for number, token in enumerate(tokens)}, []
+    for name, beside in neighbours(path).items():
+        if name != "tokenizer.json" and name.endswith(".json") and beside.is_file():
+            end, several = (read_json(beside).get(key) for key in ("eos_token", "eos_token_id"))
+            found.append(end.get("content") if isinstance(end, dict) else end)  # an AddedToken, written out
+            found += several if isinstance(several, list) else [several]
+    numbers = (ids.get(end.encode(errors="surrogatepass")) if isinstance(end, str) else end for end in found)
+    return [end for end in numbers if type(end) is int and 0 <= end < len(tokens)]
+
+
+def neighbours(path: Path) -> dict[str, Path]:
+    """Where the files that go along with a tokenizer's file are, by name: of an x_tokenizer.json or x_tokenizer.bin
+    x_config.json and others, of a .json of another name config.json, and of another .bin none."""
+    own = f"tokenizer{path.suffix}"
+    if path.suffix != ".json" and not path.name.endswith(own):
+        return {}
+    prefix = path.name.removesuffix(own) if path.name.endswith(own) else ""
+    return {name: path.with_name(prefix + name) for name in ("tokenizer.json", *NEIGHBOURS)}
 
 
 def without_surrogates(text: str) -> str:

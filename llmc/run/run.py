@@ -14,6 +14,7 @@ import device
 from device.errors import UserError
 from llmc.data.batches import Batches
 from llmc.data.dataloader import DataLoader
+from llmc.data.find_tokenizer import model_tokenizers, tokenizer_files
 from llmc.data.tokenizer import Tokenizer
 from llmc.files.checkpoint_dir import lock_checkpoints
 from llmc.files.directory import Lock
@@ -210,5 +211,8 @@ def make_saver(
     started = recorded | {"model": repr(training.model.config), "fingerprint": loader.fingerprint}
     run = hashlib.sha256(json.dumps(started, sort_keys=True).encode()).hexdigest()[:16]
     saver = Saver(training, settings, recorded, state.get("run", run), text.path, lock)
+    beside = [path for path in model_tokenizers(origin.source) if path.suffix == ".bin"] if origin.source else []
+    if beside and text.path:  # they have the same tokens, and the data may have no more than its .bin
+        saver.tokenizer = tokenizer_files(beside[0], "model_") | saver.tokenizer
     saver.good = program.last_checkpoint = origin.checkpoint
     return saver

@@ -13,6 +13,7 @@ from llmc.data.dataloader import DataLoader
 from llmc.data.evaluation import EvalLoader
 from llmc.data.find_data import check_both_splits, find_token_files
 from llmc.data.find_tokenizer import check_tokenizer, find_tokenizer, open_tokenizer, own_tokenizer
+from llmc.data.hf_tokenizer import named_ends
 from llmc.data.tokenizer import Tokenizer
 from llmc.files.checkpoint import load_checkpoint, model_path
 from llmc.files.checkpoint_dir import checkpoints, newest_checkpoint, read_record
@@ -199,6 +200,8 @@ def find_text(kind: type[Model], flags: Namespace, source: Path | None) -> Text:
     another rank has another tokenizer."""
     path = find_tokenizer(flags.data, source, kind.Config.DEFAULT_TOKENIZER)
     tokenizer = open_tokenizer(path) if path else None
+    if tokenizer and source:  # a model's texts end as its own files say
+        tokenizer.ends.update(named_ends(source.with_name(f"{source.stem}_tokenizer.json"), tokenizer.tokens))
     seen = path and hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     ranks.check_same("the fingerprint of the tokenizer", seen, "have the data's tokenizer on all machines")
     check_val_tokenizer(flags, path, tokenizer)

@@ -23,8 +23,8 @@ class Validation:
     """Measures the loss on validation data, and if a flag asks for it the score on HellaSwag.
 
     batches: the validation data; its loader is None if the run never validates. count: how many batches a validation
-    takes. questions: HellaSwag's, if a flag asks for them. text_bytes (V,): how many bytes of text each token stands
-    for, if that is known. lowest: the loss of the checkpoint that --best has kept.
+    takes. questions: HellaSwag's, if a flag asks for them. text_bytes: counts the bytes of text in a batch, if
+    the tokenizer is known. lowest: the loss of the checkpoint that --best has kept.
     """
 
     def __init__(
@@ -62,8 +62,12 @@ class Validation:
         loss, bits_per_byte = found
         print_validation(loss, bits_per_byte)
         logs.log(step, val_loss=loss, bits_per_byte=bits_per_byte)
-        accuracy = evaluate(self.questions, self.forward_loss, stopped) if self.questions else None
-        if accuracy is not None:
-            print(f"HellaSwag accuracy {accuracy:.4f} of {self.questions.loader.num_examples}", flush=True)
-            logs.log(step, accuracy=accuracy)
-        return None if self.questions and accuracy is None else loss
+        answers = evaluate(self.questions, self.forward_loss, stopped) if self.questions else None
+        if answers is not None:
+            correct, answered = answers
+            if missing := self.questions.loader.num_examples - answered:
+                print(f"HellaSwag: {missing} questions have losses that are not finite, and are not counted")
+            if answered:
+                print(f"HellaSwag accuracy {correct / answered:.4f} of {answered}", flush=True)
+                logs.log(step, accuracy=correct / answered)
+        return None if self.questions and answers is None else loss

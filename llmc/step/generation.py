@@ -133,7 +133,8 @@ def print_sample(
     stopped: Callable[[], bool] = lambda: False,
 ) -> str:  # fmt: skip
     """Prints `count` sampled tokens as they come, from the beginning of a text; as numbers if there is no tokenizer.
-    Ends early if `stopped`, and after a line if the logits are not finite. Returns the text."""
+    Ends early before a token that ends a text, if `stopped`, and after a line if the logits are not finite. Returns the
+    text."""
     config = writer.cache.model.config
     first = min(tokenizer.bos if tokenizer else config.DEFAULTS["vocab_size"] - 1, config.vocab_size - 1)
     decoder = StreamDecoder(tokenizer) if tokenizer else None
@@ -142,6 +143,8 @@ def print_sample(
     for (token,) in writer.tokens([[first]], [sampler], count):
         if token == NOT_FINITE:
             print("\nthe model's logits are not finite", end="")
+            break
+        if tokenizer and token in tokenizer.ends:
             break
         piece = decoder.push(token) if decoder else f"{token} "
         text += piece
