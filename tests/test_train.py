@@ -18,7 +18,7 @@ from llmc.model.tensors import num_parameters
 from llmc.run.arguments import parse_arguments
 from llmc.run.logger import read_log
 from llmc.run.schedule import LearningRateSchedule
-from llmc.run.settings import resumed_flags
+from llmc.run.settings import Settings, resumed_flags
 from models import TINY, described
 from train_gpt2_fp32 import GPT2Config
 
@@ -124,7 +124,7 @@ def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(any_folder, run
     assert (table["batch size B"], table["sequence length T"], table["steps"]) == ("2", "16", "40")
     assert table["model"] == description and table["vocabulary"] == "61, padded to 128"
     assert f"| parameters            | {num_parameters(config):<50} |" in lines
-    assert table["train tokens"] == "2000 (62 batches)" and table["val tokens"] == "400 (12 batches)"
+    assert table["train tokens"] == "2000 (62 batches, 15 tokens left over)"
 
     printed = re.findall(r"^val loss (\d+\.\d{6}), (\d+\.\d{4}) bits/byte$", out, re.M)
     validations, bits = np.array(printed, float).T
@@ -156,10 +156,38 @@ def test_a_run_lasts_one_epoch_starts_from_a_model_file_and_prints_ids_where_the
     assert re.search(r"^val loss \d+\.\d{6}$", out, re.M) and "byte" not in out
     log = read_log(folder / "run.log")
     assert log.keys() == {"tel", "trl", "sam"}
-    assert log["sam"][0].tolist() == [20] and 0 < log["sam"][1][0] < 60  # seconds
-    assert list(steps_of(out)) == list(range(1, 2000 // 100 + 1))
+    assert log["sam"][0].tolist() == [19] and 0 < log["sam"][1][0] < 60  # seconds
+    assert list(steps_of(out)) == list(range(1, (2000 - 1) // 100 + 1))
     (ids,) = samples_of(out)
     assert len(ids.split()) == 9 and all(0 <= int(token) < V for token in ids.split())
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_an_epoch_is_recorded_and_an_old_checkpoint_keeps_that_of_llmc(old, folder, run_here, monkeypatch):
+    """llm.c counts the 2000 tokens as 20 batches of 100. The last one lacks its last target."""
+    recorded = Settings.recorded
+    if old:
+        monkeypatch.setattr(Settings, "recorded", lambda self: recorded(self) | {"max_steps": None})
+    flags = ["-b", "5", "-t", "20", "-s", "0", "-v", "0", "--checkpoint-dir", "run"]
+    run_here(folder, *flags, "-x", "10", "-k", "cosine")
+    out = run_here(folder, *flags, "-y", "1", *([] if old else ["-x", "19"]))
+    assert list(steps_of(out)) == list(range(11, 21 if old else 20))
+
+
+def test_validation_takes_each_batch_of_several_files_once_and_says_what_no_batch_takes(folder, run_here):
+    tokens = open_tokens(folder / "data_val.bin")[:]
+    (folder / "data_val.bin").unlink()
+    for n, size in enumerate((33, 20, 64, 97, 5)):  # of 1, 0, 1, 3 and 0 batches
+        write_tokens(folder / f"data_val_{n}.bin", tokens[100 * n % 300 :][:size])
+    flags = ["-x", "0", "-s", "0", "-m", "1000"]
+    out = run_here(folder, *flags)
+    table = {name.strip(): value for name, value in re.findall(r"^\| (.{21}) \| (.*?) *\|$", out, re.M)}
+    assert table["val tokens"] == "194 in 3 files (5 batches, 31 tokens left over)"
+    assert table["val files left out"] == "2, shorter than a batch: 25 tokens"
+    losses = [run_here(folder, *flags, "-j", f"data_val_{n}.bin") for n in (0, 2, 3)]
+    one, two, three = (float(re.search(r"^val loss ([\d.]+)", text, re.M)[1]) for text in losses)
+    whole = float(re.search(r"^val loss ([\d.]+)", out, re.M)[1])
+    np.testing.assert_allclose(whole, (one + two + 3 * three) / 5, atol=2e-6)
 
 
 def test_hellaswag_is_scored_when_validating_the_schedule_sets_each_rate_and_clipping_prints_the_norm(folder, run_here):
@@ -341,7 +369,7 @@ def test_f_of_llmc_is_another_way_to_give_the_precision(flags, precision, given)
 VALUES = [
     (["-t", "65"], r"-t 65 is above the model's longest sequence, 64: lower -t"),
     (["-i", "data_train.bin"], r"-i data_train.bin names files of training data: .* with -j"),
-    (["-d", "3200"], r"-d 3200 is more than the 2000 tokens of data, .*: lower -d, or .* with -x"),
+    (["-d", "3200"], r"takes 100 batches \(-d 3200\), and data has 62, .*: lower -d, or .* with -x"),
     (["-i", "nowhere"], r"nowhere_train.bin: no such file; get data"),
     (["-e", "nonsense"], r"nonsense: no such file or directory; .*-e d12"),
     (["-e", "layers=2,heads=3"], r"-e layers=2,heads=3: channels=… is missing; .*channels=768"),

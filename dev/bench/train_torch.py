@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     B, T = args.batch_size, args.sequence_length
     train_loader = DataLoader(args.data, "train", B, T, config.vocab_size, args.seed, args.raw_tokens)
     val_loader = DataLoader(args.val_data or args.data, "val", B, T, config.vocab_size, raw_tokens=args.raw_tokens)
-    settings = make_settings(args, 0, train_loader.num_tokens, val_loader.num_batches)
+    settings = make_settings(args, 0, train_loader.num_batches, val_loader.num_batches)
     steps, count = settings.steps, settings.val_batches
     text_bytes = tokenizer.text_bytes(config.vocab_size) if tokenizer else np.zeros(config.vocab_size, np.int64)
     logger = Logger(args.log)

@@ -65,8 +65,10 @@ class Run:
         collectives.start()  # gloo takes two seconds to import
         self.training, flags, state = build_training(kind, flags, text, origin)
         data = open_data(flags, self.training.model.config.vocab_size, origin.checkpoint, state)
-        val_batches = data.val.num_batches if data.val else 0
-        self.settings = make_settings(flags, state.get("step", 0), data.train.num_tokens, val_batches)
+        epoch, val_batches = data.train.num_batches, data.val.num_batches if data.val else 0
+        if state and flags.max_steps is None:  # an old checkpoint, whose run counted an epoch as llm.c does
+            epoch = data.train.num_tokens // (flags.batch_size * flags.sequence_length)
+        self.settings = make_settings(flags, state.get("step", 0), epoch, val_batches)
         if args.checkpoint_dir:
             ranks.of_rank_0(data.train.identify)  # which reads all training data, unless the checkpoint knows it
 

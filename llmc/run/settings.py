@@ -87,6 +87,7 @@ class Settings:
     def recorded(self) -> dict[str, object]:
         """The flags that a checkpoint records, for `resumed_flags`."""
         return {name: getattr(self.flags, name) for name in FIXED + MAY_CHANGE} | {
+            "max_steps": self.steps,
             "seed": self.shuffle_seed,
             "total_batch_size": self.step_tokens,
             "val_data": None if self.val_data == self.flags.data else self.val_data,
@@ -189,16 +190,16 @@ def choose_precision(flags: Namespace, before: str | None) -> Namespace:
     return Namespace(**vars(flags) | {"precision": now})
 
 
-def make_settings(flags: Namespace, first_step: int, train_tokens: int, val_batches: int) -> Settings:
-    """The settings of a run, from its flags and the sizes of its data. Raises UserError if the run would have no step,
-    or fewer than it has already done."""
+def make_settings(flags: Namespace, first_step: int, train_batches: int, val_batches: int) -> Settings:
+    """The settings of a run, from its flags and the number of batches in its data. Raises UserError if the run would
+    have no step, or fewer than it has already done."""
     B, T = flags.batch_size, flags.sequence_length
     step_tokens = flags.total_batch_size or ranks.size() * B * T
-    steps = train_tokens // step_tokens if flags.max_steps is None else flags.max_steps
+    steps = train_batches // (step_tokens // (B * T)) if flags.max_steps is None else flags.max_steps
     if steps == 0 and flags.max_steps is None:
         raise UserError(
-            f"-d {step_tokens} is more than the {train_tokens} tokens of {flags.data}, so an epoch has no step: lower "
-            "-d, or set the number of steps with -x"
+            f"a step takes {step_tokens // (B * T)} batches (-d {step_tokens}), and {flags.data} has {train_batches}, "
+            "so an epoch has no step: lower -d, or set the number of steps with -x"
         )
     if steps > MAX_STEPS:
         raise UserError(f"{steps} steps are more than the {MAX_STEPS} that a run may have: lower -x, or raise -d")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import device
 from device.errors import escaped
+from llmc.data.dataloader import DataLoader
 from llmc.model.tensors import num_parameters, padded
 from llmc.ranks import collectives, ranks
 from llmc.run.settings import Settings
@@ -85,14 +86,26 @@ def run_table(
             ("parameters", num_parameters(config)),
         ],
         [
-            ("train tokens", f"{data.train.num_tokens} ({data.train.num_batches} batches)"),
-            *([("val tokens", f"{data.val.num_tokens} ({data.val.num_batches} batches)")] if data.val else []),
+            *token_rows("train", data.train),
+            *(token_rows("val", data.val) if data.val else []),
             ("steps", f"{s.steps}" if s.first_step == 0 else f"{s.first_step} to {s.steps}"),
         ],
         [(name, f"{megabytes} MiB") for name, megabytes in training.megabytes.items()]
         + [("in all", f"{sum(training.megabytes.values())} MiB")]
         + ([("AdamW's state", f"{offload.bytes >> 20} MiB of the host's memory")] if offload else []),
     ]  # fmt: skip
+
+
+def token_rows(split: str, loader: DataLoader) -> list[tuple[str, object]]:
+    """How many tokens and batches there are, and which tokens are in no batch: the rest of a file, and short files."""
+    files = f" in {len(loader.files)} files" if len(loader.files) > 1 else ""
+    batches = f"{loader.num_batches} batch{'es' * (loader.num_batches != 1)}"
+    rest = f", {loader.unused} token{'s' * (loader.unused != 1)} left over" if loader.unused else ""
+    rows: list[tuple[str, object]] = [(f"{split} tokens", f"{loader.num_tokens}{files} ({batches}{rest})")]
+    if loader.short:
+        short = f"{len(loader.short)}, shorter than a batch: {sum(loader.short)} tokens"
+        rows.append((f"{split} files left out", short))
+    return rows
 
 
 def ranks_and_hosts() -> str:
