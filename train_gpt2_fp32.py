@@ -23,7 +23,7 @@ from llmc.model.batch import embedding_backward, embedding_forward
 from llmc.model.loss import cross_entropy_loss
 from llmc.model.model import Model
 from llmc.model.tensors import Config, padded
-from llmc.run.run import Run
+from llmc.run.run import Report, Run
 from llmc.run.trainer import run_trainer
 from llmc.step.training import Training
 from llmc.step.update import adamw_update
@@ -241,9 +241,9 @@ def training_step(training: Training, batches: Batches, stopped: Callable[[], bo
     return train_step
 
 
-def train(kind: type[Model], flags: Namespace) -> None:
-    """Trains a model of this kind as the flags say."""
-    with Run(kind, flags) as run:                             # device, ranks, model, data, a checkpoint to go on from
+def train(kind: type[Model], flags: Namespace, report: Report | None = None) -> None:
+    """Trains a model of this kind as the flags say. Calls report(step, figures) for each step (doc/python.md)."""
+    with Run(kind, flags, report) as run:                     # device, ranks, model, data, a checkpoint to go on from
         s, train_step = run.settings, training_step(run.training, run.batches, run.stop_requested)
         for step in range(s.first_step, s.steps + 1):         # the last round saves, validates, samples, and ends
             position = run.position()                         # where a run that is resumed goes on

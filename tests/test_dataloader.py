@@ -102,7 +102,7 @@ def test_a_prefix_stands_for_one_file_or_its_shards(tmp_path, shards):
     assert [file.name for file in find_token_files(str(tmp_path / "x"), "train")] == ["x_train.bin"]
     for name in [*names, "x_train.bin"]:
         (tmp_path / name).unlink()
-    assert "x_train_.bin may be another dataset's" in refusal(find_token_files, tmp_path / "x", "train")
+    assert "x_train_.bin may be of another dataset" in refusal(find_token_files, tmp_path / "x", "train")
 
 
 def test_a_shuffled_epoch_serves_every_window_once_and_differs_from_the_next(shards):

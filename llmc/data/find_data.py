@@ -32,8 +32,8 @@ def find_token_files(name: str | Path, split: str) -> list[Path]:
         raise UserError(f"{name}: a folder without {split}.bin; name a dataset in it (-i {name}/PREFIX); {TEXT_REMEDY}")
     for other in sorted(glob(f"{escape(str(name))}_{split}_*"))[:1]:
         raise UserError(
-            f"{name}_{split}.bin: no such file, nor {name}_{split}_NUMBER.bin; {other} may be another dataset's: if you "
-            "want it, name files or a pattern with -i and -j"
+            f"{name}_{split}.bin: no such file, nor {name}_{split}_NUMBER.bin. {other} may be of another dataset: if "
+            "not, name files or a pattern with -i and -j"
         )
     raise UserError(f"{name}_{split}.bin: no such file; {REMEDY}")
 
