@@ -26,6 +26,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, __file__.rpartition("/")[0])  # python -P leaves it out
 import device
 from dev.foreign import try_tokenizer
 from dev.hf.common import end_tokens

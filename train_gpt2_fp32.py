@@ -6,11 +6,13 @@ as the loss, is in llmc/. In shapes, B is the batch size, T the sequence length,
 heads, HS = C / NH, V the vocabulary and Vp the same padded, and maxT the longest sequence the model takes.
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from math import sqrt
 
+sys.path.insert(0, __file__.rpartition("/")[0])  # python -P leaves it out
 import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
@@ -145,14 +147,12 @@ def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
     attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
     matmul_forward(a.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
     fused_residual_forward(a.residual2, a.ln2, a.stats2, a.residual, a.proj, p.norm2, B, T, C)
-
     matmul_gelu_forward(a.gelu, a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C)
 
 
 def gpt2_layer_recompute(model: Model, acts, batch, l: int) -> None:
     """With --recompute: runs layer l again, from a.residual, because other layers have overwritten its activations."""
     p, a, B, T, C = model.params.layer[l], acts.layer[l], batch.B, batch.T, model.config.channels
-
     layernorm_forward(a.ln, a.stats, a.residual, p.norm, B, T, C)
     gpt2_layer_forward(model, acts, batch, l)
 

@@ -90,7 +90,7 @@ def directory_for(name: str, flags: list[str], config: type[Config]) -> tuple[Pa
         found = {int(run[1]): RUNS / run[0] for run in names if run}
         for number in sorted(found, reverse=True):
             with suppress(FileNotFoundError):
-                file = open(found[number] / UNFINISHED, "r+")
+                file = open(found[number] / UNFINISHED, "r+", encoding="utf-8")
                 if lock(file) and file.read() == json.dumps(flags) and can_go_on(found[number], flags, config):
                     return found[number], file
                 file.close()
@@ -99,7 +99,7 @@ def directory_for(name: str, flags: list[str], config: type[Config]) -> tuple[Pa
             directory = RUNS / f"{name}_{number}"
             with suppress(FileExistsError):
                 directory.mkdir()
-                file = open(directory / UNFINISHED, "x")
+                file = open(directory / UNFINISHED, "x", encoding="utf-8")
                 lock(file)
                 print(json.dumps(flags), end="", file=file, flush=True)
                 return directory, file

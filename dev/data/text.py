@@ -337,7 +337,7 @@ def main() -> None:
             os.replace(path, out.with_name(path.name))
     shutil.rmtree(work)
     lock.release()
-    for name, of in (summary := json.loads(out.with_name(end).read_text())).items():
+    for name, of in (summary := json.loads(out.with_name(end).read_text("utf-8"))).items():
         print(f"{name:14} {', '.join(f'{key} {n}' for key, n in of.items()) if isinstance(of, dict) else of}")
     if summary["special tokens"] and not args.special_tokens:
         print("These names of special tokens are encoded as text: --special-tokens encodes them as the tokens.")

@@ -66,7 +66,7 @@ def compile_source(path: str | Path, *defines: str) -> Module:
     Raises UserError if there is no compiler, or if the file does not compile (with the compiler's message).
     """
     path = Path(path).resolve()
-    source = path.read_text()
+    source = path.read_text("utf-8")
     fixed = re.search(r"^[ \t]*#[ \t]*define[ \t]+WARP_SIZE[ \t]+32\b", source, re.M)
     warp = 32 if fixed else warp_size()
     with progress.compiling():
@@ -101,7 +101,7 @@ def _included(path: Path) -> list[Path]:
     """The file and all files that it includes with #include "...", for the cache's key."""
     files = [path]
     for file in files:
-        for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', file.read_text(), re.M):
+        for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', file.read_text("utf-8"), re.M):
             found = (file.parent / name).resolve()
             if found.exists() and found not in files:
                 files.append(found)
@@ -218,10 +218,10 @@ def _flags(defines: list[str] | None, modes: list[str]) -> list[str]:
 
 
 def _run(command: list[str], text: str, path: Path) -> str:
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    done = subprocess.run(command, input=os.fsencode(text), capture_output=True)  # it has names of files
     if done.returncode:
-        raise UserError(f"{command[0]} cannot compile {path}:", done.stderr.strip())
-    return done.stdout
+        raise UserError(f"{command[0]} cannot compile {path}:", done.stderr.decode("utf-8", "replace").strip())
+    return os.fsdecode(done.stdout)
 
 
 def installed_compiler() -> tuple[tuple[str, ...], str]:
@@ -235,7 +235,7 @@ def _find_compiler(wish: str) -> tuple[tuple[str, ...], str]:
     for command in [_words("CXX", wish)] if wish.strip() else [["g++"], ["clang++"]]:
         if shutil.which(command[0]):
             try:
-                version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+                version = os.fsdecode(subprocess.run([*command, "--version"], capture_output=True).stdout)
             except OSError as error:
                 raise UserError(f"{command[0]} cannot be run ({error.strerror}): set CXX to a C++ compiler") from None
             return tuple(command), version
@@ -255,7 +255,7 @@ def _words(name: str, value: str) -> list[str]:
 @functools.cache
 def _cpu() -> str:
     """What -march=native depends on."""
-    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    first = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")[0]
     return "\n".join(re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*", first, re.M))
 
 
