@@ -124,7 +124,7 @@ def can_go_on(directory: Path, flags: list[str], config: type[Config]) -> bool:
         newest = newest_checkpoint(directory)
         if newest:
             sizes, *_, state = load_checkpoint(newest, config)
-            shape = args.batch_size, args.sequence_length, sizes.vocab_size
+            shape = args.batch_size, state["loader"]["T"], sizes.vocab_size
             loader = DataLoader(args.data, "train", *shape, args.seed, args.raw_tokens)
             loader.load_state(state["loader"])
             loader.identify()

@@ -20,7 +20,7 @@ from llmc.run.logger import read_log
 from llmc.run.schedule import LearningRateSchedule
 from llmc.run.settings import Settings, resumed_flags
 from models import TINY, described
-from train_gpt2_fp32 import GPT2Config
+from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
 import pytest
@@ -124,7 +124,8 @@ def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(any_folder, run
     assert (table["batch size B"], table["sequence length T"], table["steps"]) == ("2", "16", "40")
     assert table["model"] == description and table["vocabulary"] == "61, padded to 128"
     assert f"| parameters            | {num_parameters(config):<50} |" in lines
-    assert table["train tokens"] == "2000 (62 batches, 15 tokens left over)"
+    assert table["train tokens"] == "2000 (62 batches)" and table["val tokens"] == "400 (12 batches)"
+    assert table["train left out"] == table["val left out"] == "15 tokens"
 
     printed = re.findall(r"^val loss (\d+\.\d{6}), (\d+\.\d{4}) bits/byte$", out, re.M)
     validations, bits = np.array(printed, float).T
@@ -182,8 +183,8 @@ def test_validation_takes_each_batch_of_several_files_once_and_says_what_no_batc
     flags = ["-x", "0", "-s", "0", "-m", "1000"]
     out = run_here(folder, *flags)
     table = {name.strip(): value for name, value in re.findall(r"^\| (.{21}) \| (.*?) *\|$", out, re.M)}
-    assert table["val tokens"] == "194 in 3 files (5 batches, 31 tokens left over)"
-    assert table["val files left out"] == "2, shorter than a batch: 25 tokens"
+    assert table["val tokens"] == "194 in 3 files (5 batches)"
+    assert table["val left out"] == "56 tokens, 25 of them in 2 files shorter than a batch"
     losses = [run_here(folder, *flags, "-j", f"data_val_{n}.bin") for n in (0, 2, 3)]
     one, two, three = (float(re.search(r"^val loss ([\d.]+)", text, re.M)[1]) for text in losses)
     whole = float(re.search(r"^val loss ([\d.]+)", out, re.M)[1])
@@ -384,6 +385,41 @@ VALUES = [
 @pytest.mark.parametrize("flags, message", VALUES, ids=[" ".join(flags) for flags, _ in VALUES])
 def test_a_wrong_value_is_refused_in_one_line_with_code_1_before_anything_is_written(refuse_here, flags, message):
     assert re.search(message, refuse_here(*flags))
+
+
+@pytest.mark.parametrize("flags, line", [
+    ("-x 4 -u 10 -l 1", "the run ends within its 10 warm-up steps (-u): the learning rate ends at 0.4, not 1"),
+    ("-x 4 -u 4 -k cosine", "the warm-up (-u) takes all 4 steps, so the learning rate does not decay (-k)"),
+    ("-x 10 -u 9 -k wsd -l 1 -q 0.5", "the warm-up (-u) ends at step 9, after wsd's decay has begun at step 8: "
+     "the learning rate falls at once from 1 to 0.646447"),
+    ("-x 1 -q 0.1", "-q does nothing: -k constant does not decay"), ("-x 1 -z", "-z does nothing: there is one GPU"),
+    ("-x 1 -v 0 -m 3", "-m does nothing: -v 0 switches validation off"),
+    ("-x 1 -v 0 -j x", "-j does nothing: -v 0 switches validation off"),
+    ("-x 1 -s 0 -g 9", "-g does nothing: -s 0 samples never"),
+    ("-x 1 -s 9 -g 0", "-s does nothing: -g 0 samples no token"),
+    ("-x 1 --raw-tokens uint16", "--raw-tokens does nothing: each file of tokens says its own type"),
+    ("-x 4 -u 4", ""), ("-x 10 -u 8 -k wsd -q 0.1", ""), ("-x 0 -u 5 -k linear -s 0 -g 0 -v 1 -m 1", ""),
+])  # fmt: skip
+def test_a_flag_that_does_nothing_or_not_what_it_says_gets_a_line(flags, line, folder, run_here):
+    out = run_here(folder, *flags.split())
+    assert out.partition("+-----")[0] == (line and line + "\n")
+
+
+def test_without_t_a_sequence_is_as_long_as_the_model_takes_and_at_most_1024(folder, trainer_here):
+    write_model(folder / "short.bin", ONE_LAYER, np.zeros(num_parameters(ONE_LAYER), np.float32))
+    save = ["-b", "1", "-x", "1", "-v", "0", "-s", "0", "--device", folder.name.partition(".")[0]]
+    small = "layers=1,heads=1,channels=8"
+    for model, T in ("short.bin", 32), (f"{small},maxT=20", 20), (small, 1024):
+        flags = ["-i", "data", "-e", model, "--checkpoint-dir", f"run{T}", *save]
+        for again in [], ["-y", "1"]:
+            out, _ = trainer_here(GPT2, folder, [*flags, *again])
+            assert f"| {'sequence length T':21} | {T:<50} |" in out
+
+
+def test_log_every_prints_and_logs_fewer_steps(folder, run_here):
+    out = run_here(folder, "-x", "10", "--log-every", "4", "-o", "run.log", "-v", "0", "-s", "0")
+    assert list(steps_of(out)) == [1, 4, 8, 10]
+    assert read_log(folder / "run.log")["trl"][0].tolist() == [0, 3, 7, 9]
 
 
 class Turing(CpuDevice):

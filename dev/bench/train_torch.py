@@ -25,7 +25,7 @@ from llmc.model.weights import randomize
 from llmc.run.arguments import Parser, parse_arguments
 from llmc.run.logger import Logger
 from llmc.run.report import print_validation
-from llmc.run.settings import FIRST_SEED, check_flags, make_settings
+from llmc.run.settings import FIRST_SEED, check_flags, make_settings, with_length
 
 import numpy as np
 import torch
@@ -45,7 +45,6 @@ def main(arguments: list[str] | None = None) -> None:
     chosen, flags = parser.parse_known_args(arguments)
     kind = SCRIPTS[chosen.script]
     args = parse_arguments(kind.Config, flags)
-    check_flags(args)
     if args.attention == "relu":
         raise UserError("-a relu: PyTorch has no such attention")
     if args.precision == "fp8":
@@ -58,6 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     config, tensors = described, None
     if config is None:
         config, tensors = read_model(model_path(args.model), kind.Config, kind.Config.fetch_or_start())
+    args = with_length(args, config)
+    check_flags(args)
     model = build_torch_model(config, "sdpa")
     model.load(first_weights(kind, config, FIRST_SEED if args.seed is None else args.seed) if described else tensors)
     model.to(where)

@@ -184,7 +184,7 @@ attention, the classifier and small products are in bf16 there.""",
     group(
         "batches",
         ("-b --batch-size", positive, 4, "B", "sequences a batch (%(default)s)"),
-        ("-t --sequence-length", positive, 1024, "T", "tokens a sequence (%(default)s)"),
+        ("-t --sequence-length", positive, None, "T", "tokens a sequence (as many as the model takes, at most 1024)"),
         ("-d --total-batch-size", positive, None, "TOKENS", "tokens an update, by accumulating gradients (GPUs*B*T)"),
         ("--recompute", on_off, False, "0|1", "keep only each layer's input, and run the layer again in backward (0)"),
         ("--logit-rows", natural, None, "N", "positions with logits at a time (all; 1024 if those do not fit)"),
@@ -217,6 +217,7 @@ attention, the classifier and small products are in bf16 there.""",
         ("-v --val-every", natural, 20, "N", "steps between validations; 0: none (%(default)s)"),
         ("-m --val-max-batches", positive, 20, "N", "validation batches at most (%(default)s)"),
         ("-s --sample-every", natural, 20, "N", "steps between samples; 0: none (%(default)s)"),
+        ("--log-every", positive, 1, "N", "steps between those that are printed and logged (%(default)s)"),
         ("-g --sample-tokens", natural, 64, "N", "tokens to sample (%(default)s)"),
         ("--tensorboard", a_name, None, "DIR", "write losses, rate, norm, speed and samples for TensorBoard"),
         ("--hellaswag", a_name, None, "FILE", "score this HellaSwag file at each validation"),
@@ -253,8 +254,8 @@ def parse_arguments(
     given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args), unset)))
     args.given = frozenset(name for name, value in vars(given).items() if value is not unset)
     config.described(args.model)  # refuses a wrong description before anything takes time
-    if (args.resume or args.checkpoint_every or args.best) and not args.checkpoint_dir:
-        raise UserError("-y, -n and --best need to know where checkpoints are: add --checkpoint-dir")
+    if (args.resume or args.checkpoint_every or args.keep or args.best) and not args.checkpoint_dir:
+        raise UserError("-y, -n and --best need to know where checkpoints are, and so does -nk: add --checkpoint-dir")
     if args.resume and args.dry_run:
         raise UserError("--dry-run does not read a checkpoint's flags: leave -y out, and name the checkpoint with -e")
     if args.memory and not args.dry_run:

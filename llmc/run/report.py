@@ -64,10 +64,11 @@ class Reporter:
         flops = s.step_tokens * flops_per_token(self.training.model.config, s.T)
         percent = percent_of_peak(flops / ranks.size(), ms)
         shown = norm if s.flags.grad_clip else None
-        print_step(step + 1, s.steps, loss, shown, rate, ms, self.timer.recent_average(), speed, percent)
-        self.logs.log(
-            step, train_loss=loss, norm=shown, learning_rate=rate, tokens_per_second=speed, percent_of_peak=percent
-        )
+        if s.reports(step):
+            print_step(step + 1, s.steps, loss, shown, rate, ms, self.timer.recent_average(), speed, percent)
+            self.logs.log(
+                step, train_loss=loss, norm=shown, learning_rate=rate, tokens_per_second=speed, percent_of_peak=percent
+            )
         if isfinite(norm) and not overflow:
             self.guard.in_a_row = 0
             return

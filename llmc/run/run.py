@@ -84,6 +84,8 @@ class Run:
         self.validation.lowest = self.saver.lowest_loss(self.validation.measure)
         self.reporter = Reporter(training, self.batches, s, state.get("skipped", 0), report)
         self.stop = StopRequest(several=ranks.size() > 1)  # until now the kernels were compiled, which Ctrl-C ends
+        for line in s.without_effect(data.raw):
+            print(line)
         self.reporter.begin(run_table(s, training, data, text.path, origin.checkpoint))
 
     # What the loop of `train` calls, in the order in which it does

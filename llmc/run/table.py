@@ -100,11 +100,11 @@ def token_rows(split: str, loader: DataLoader) -> list[tuple[str, object]]:
     """How many tokens and batches there are, and which tokens are in no batch: the rest of a file, and short files."""
     files = f" in {len(loader.files)} files" if len(loader.files) > 1 else ""
     batches = f"{loader.num_batches} batch{'es' * (loader.num_batches != 1)}"
-    rest = f", {loader.unused} token{'s' * (loader.unused != 1)} left over" if loader.unused else ""
-    rows: list[tuple[str, object]] = [(f"{split} tokens", f"{loader.num_tokens}{files} ({batches}{rest})")]
-    if loader.short:
-        short = f"{len(loader.short)}, shorter than a batch: {sum(loader.short)} tokens"
-        rows.append((f"{split} files left out", short))
+    rows: list[tuple[str, object]] = [(f"{split} tokens", f"{loader.num_tokens}{files} ({batches})")]
+    short, count = sum(loader.short), len(loader.short)
+    if left_out := loader.unused + short:
+        files = f", {short} of them in {count} file{'s' * (count > 1)} shorter than a batch" if short else ""
+        rows.append((f"{split} left out", f"{left_out} token{'s' * (left_out > 1)}{files}"))
     return rows
 
 
