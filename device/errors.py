@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 class UserError(ValueError):
     """A wrong flag, file or value: its message is one line that names the thing and the remedy.
 
-    The command line prints it as `error: message` and exits with status 1. Its message is `escaped`, because it may
-    quote a file. output: of a compiler, whose lines follow the message.
+    The command line prints it as `error: message` and exits with status 1. Its message is `escaped` and `shortened`,
+    because it may quote a file. output: of a compiler, whose lines follow the message.
     """
 
     def __init__(self, message: str, output: str = ""):
-        super().__init__("\n".join(map(escaped, [message, *output.splitlines()])))
+        super().__init__("\n".join([shortened(escaped(message)), *map(escaped, output.splitlines())]))
 
 
 def escaped(text: object) -> str:
@@ -35,15 +35,22 @@ def escaped(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
+def shortened(text: str, longest: int = 450) -> str:
+    """A text without its middle, if it has more characters: a remedy stands at the end."""
+    half = longest // 2 - 3
+    return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
+
+
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type if there is no message."""
-    return next(filter(None, (line.strip(" =") for line in str(error).splitlines())), type(error).__name__)
+    """The first line of an error's message, `shortened`, or its type if there is no message."""
+    lines = (line.strip(" =") for line in str(error).splitlines())
+    return shortened(next(filter(None, lines), type(error).__name__), 300)
 
 
 def say(text: str) -> None:
     """Prints a line to stderr. It is no error if nobody reads it."""
     with suppress(OSError, ValueError):
-        print(escaped(text), file=sys.stderr, flush=True)
+        print(shortened(escaped(text)), file=sys.stderr, flush=True)
 
 
 def requirements_of(package: str) -> str | None:

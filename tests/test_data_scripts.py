@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -51,6 +52,29 @@ def decoded(path):
     tokens = open_tokens(path)[:]
     assert tokens[0] == EOT
     return [bytes(text.astype(np.uint8)[1:]).decode() for text in np.split(tokens, np.flatnonzero(tokens == EOT)[1:])]
+
+
+# Flags and errors
+
+
+@pytest.mark.parametrize("script, flags, words", [
+    ("text.py", ["--field", "a", "--field", "b"], "argument --field: its value is given twice: .* all its values"),
+    ("text.py", ["--val", "0.1", "-o", "p", "--val", "0.2"], "argument --val: its value is given twice"),
+    ("python_docs.py", ["--out", "a", "--out=b"], "argument --out: .*twice"),
+    ("hellaswag.py", ["--tokenizer", "a.bin", "--tokenizer", "a.bin"], "argument --tokenizer: .*twice"),
+    ("python_docs.py", ["--out", "a", __file__, "b"], "unrecognized arguments: .* pattern, put it in quotes"),
+    ("text.py", ["--val", "9" * 5000], "argument --val: 99.* below 1; --help"),
+])  # fmt: skip
+def test_a_wrong_flag_is_one_line_of_at_most_500_characters(tmp_path, script, flags, words):
+    result = subprocess.run([sys.executable, SCRIPTS / script, *flags], capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 2 and re.match(f"error: {words}", result.stderr) and not list(tmp_path.iterdir())
+    assert result.stderr.count("\n") == 1 and len(result.stderr) <= 500
+
+
+def test_an_error_without_its_middle_keeps_the_remedy():
+    said = str(UserError(f"data/{'x' * 9999}\n.txt: no such file; name one", "line\nof a compiler"))
+    assert len(said.split("\n")[0]) <= 450 and said.startswith("data/xx")
+    assert said.endswith("x\\n.txt: no such file; name one\nline\nof a compiler")
 
 
 # Python's documentation

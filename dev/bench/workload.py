@@ -75,6 +75,7 @@ def make_parser(description: str, any_script: bool = True, trains: bool = True) 
     """A parser with the flags that ask for a workload; where not any_script will do, of GPT-2's; with those of training
     alone where it trains."""
     parser = Parser(description=description, allow_abbrev=False)
+    parser.last_counts = True  # as in the trainers
     add = parser.add_argument
     if any_script:
         add("script", nargs="?", type=lambda text: Path(text).stem, choices=tuple(SCRIPTS), default="train_gpt2_fp32",

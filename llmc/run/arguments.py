@@ -2,12 +2,13 @@
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from device.errors import UserError
+from device.errors import UserError, escaped, shortened
 from llmc.data.token_file import RAW_TOKENS
 from llmc.files.record import MAX_COUNT
 from llmc.model.tensors import Config
@@ -111,13 +112,40 @@ def a_path(text: str) -> Path:
     return Path(a_name(text))
 
 
+class Once(argparse.Action):
+    """Stores the value of a flag, and refuses a second one, unless in this parser the last counts."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        if option_string and self.dest in parser.given and not parser.last_counts:
+            several = ", with all its values behind it" if self.nargs == "+" else ""
+            raise argparse.ArgumentError(self, f"its value is given twice: give it once{several}")
+        parser.given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses a wrong flag in one line."""
+    """A parser that refuses a wrong flag in one line.
+
+    given: the names of the values that the arguments set. last_counts: whether a flag may be given again."""
+
+    last_counts = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register("action", None, Once)
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.given: set[str] = set()
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """One line, instead of argparse's many."""
-        ranks.fail(f"{message}; --help lists the flags", 2)
-        self.exit(2, f"error: {message}; --help lists the flags\n")
+        first = message.removeprefix("unrecognized arguments: ").split(" ")[0]
+        if first != message.split(" ")[0] and os.path.exists(first):
+            message += ": if the shell made several names of a pattern, put it in quotes"
+        message = f"{shortened(escaped(message))}; --help lists the flags"
+        ranks.fail(message, 2)
+        self.exit(2, f"error: {message}\n")
 
 
 ATTENTIONS = ("auto", "flash", "softmax", "relu")
@@ -158,6 +186,8 @@ attention, the classifier and small products are in bf16 there.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+    parser.last_counts = True  # `make train` puts ARGS behind its own flags; the table at the start says what counts
 
     def group(title: str, *rows: tuple) -> None:
         section = parser.add_argument_group(title)
@@ -250,9 +280,7 @@ def parse_arguments(
     on more than the flags.)"""
     parser = make_parser(config, script, precision, beta2)
     args = parser.parse_args(arguments)
-    unset = object()
-    given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args), unset)))
-    args.given = frozenset(name for name, value in vars(given).items() if value is not unset)
+    args.given = frozenset(parser.given)
     config.described(args.model)  # refuses a wrong description before anything takes time
     if (args.resume or args.checkpoint_every or args.keep or args.best) and not args.checkpoint_dir:
         raise UserError("-y, -n and --best need to know where checkpoints are, and so does -nk: add --checkpoint-dir")
