@@ -120,7 +120,10 @@ def test_a_model_that_is_named_is_what_the_first_run_trains(tmp_path, monkeypatc
     monkeypatch.setattr(make_train.subprocess, "run", lambda command: SimpleNamespace(returncode=fetched.pop()))
     for kind in model_kinds():
         for where in "cuda", "cpu":
-            fetched[:] = [0]
-            flags = make_train.first_run(kind.Config, where, "mine.bin")
-            assert flags[flags.index("-e") + 1] == "mine.bin" and flags.count("-e") == 1
-            make_parser(kind.Config).parse_args(flags)
+            for model in "mine.bin", "tiny", next(iter(kind.Config.PRESETS.values())):
+                fetched[:] = [0] if model == "mine.bin" else []  # random weights need no starter pack
+                flags = make_train.first_run(kind.Config, where, model)
+                assert flags[flags.index("-e") + 1] == model and flags.count("-e") == 1
+                parser, own = make_parser(kind.Config), ["-x", "7", "--model", "other", "-n", "5"]
+                parser.parse_args(merged := make_train.in_place_of(flags, own, kind.Config))
+                assert merged[-len(own) :] == own and parser.repeated == []

@@ -36,7 +36,7 @@ OF_OLD_CHECKPOINTS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 
 # Flags that need not be the same on all ranks. They name files that may lie in another place on each machine, or files
 # that only rank 0 uses.
-OF_A_RANK = ("data", "val_data", "model", "log", "hellaswag", "tensorboard", "gpus", "given")
+OF_A_RANK = ("data", "val_data", "model", "log", "hellaswag", "tensorboard", "gpus", "given", "repeated")
 
 FIRST_SEED = 1337  # of weights and samples, unless a seed is given
 DEFAULT_LENGTH = 1024  # of a sequence at most, unless -t is given: llm.c's
@@ -103,7 +103,8 @@ class Settings:
             ("sample_every", flags.sample_every and not flags.sample_tokens, "-s does nothing: -g 0 samples no token"),
             ("raw_tokens", not raw, "--raw-tokens does nothing: each file of tokens says its own type"),
         ]
-        lines = [line for name, does_nothing, line in idle if does_nothing and name in flags.given]
+        lines = [f"{flag} stands behind another value of the same flag: the last counts" for flag in flags.repeated]
+        lines += [line for name, does_nothing, line in idle if does_nothing and name in flags.given]
         if 0 < self.steps < warmup:
             last = schedule.get_learning_rate(self.steps - 1)
             lines.append(
