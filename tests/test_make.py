@@ -88,6 +88,17 @@ def test_an_environment_of_another_python_than_the_one_that_is_named_is_said(tmp
     )
 
 
+@pytest.mark.parametrize("target", ["/nonexistent/python3.9", "/bin/false"])  # gone, or without packages
+def test_an_environment_whose_python_has_been_replaced_is_said(target, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(target)
+    (tmp_path / ".ready-to-train").touch()
+    command = ["make", "--no-print-directory", "train", f"VENV={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, env=outside_make(), capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: the Python of {tmp_path} is gone, or has no packages any more: remove ")
+
+
 def test_without_a_gpu_the_tests_get_cupy_and_nvrtc_to_compile_with(tmp_path):
     plan = make("-n", "test", f"VENV={tmp_path}/new", tmp_path=tmp_path)
     assert '"cupy-cuda13x~=14.0;' in plan and '"nvidia-cuda-nvrtc~=13.0;' in plan

@@ -279,9 +279,9 @@ def parse_arguments(
     beta2: float = 0.999,
 ) -> argparse.Namespace:
     """The flags of the program that trains models of these sizes (`make_parser`). `given` has the names of those that
-    the user gave, `repeated` the flags whose earlier values do not count. Opens nothing and changes nothing. Exits with code 2 for a wrong flag. Raises UserError for a wrong
-    description of a model, and for a flag about checkpoints without a place for them. (settings.py checks what depends
-    on more than the flags.)"""
+    the user gave, `repeated` the flags whose earlier values do not count. Opens nothing and changes nothing. Exits with
+    code 2 for a wrong flag. Raises UserError for a wrong description of a model, and for a flag about checkpoints
+    without a place for them. (settings.py checks what depends on more than the flags.)"""
     parser = make_parser(config, script, precision, beta2)
     args = parser.parse_args(arguments)
     args.given, args.repeated = frozenset(parser.given), parser.repeated
