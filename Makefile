@@ -103,7 +103,7 @@ clean: ## remove the virtual environment and caches, never data or models
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # After an upgrade of the system's Python, that of an environment may be gone, or look for its packages elsewhere.
-BROKEN = test -e $(VENV)/.ready-to-train && { test -L $(PY) || test -e $(PY); } && ! $(PY) -c "import numpy" 2>/dev/null
+BROKEN = test -e $(VENV)/.ready-to-train && { test -L $(PY) || test -e $(PY); } && ! $(PY) -c "import numpy" >/dev/null 2>&1
 broken-python:
 	@echo "error: the Python of $(VENV) is gone, or has no packages any more: remove $(VENV) (make clean removes .venv)," \
 		"and make sets it up anew" >&2; exit 1

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from device import errors
@@ -59,6 +60,39 @@ def test_programs_find_their_modules_with_a_safe_path_and_print_in_ascii(program
     command = [sys.executable, ROOT / program, "--help"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and "usage:" in done.stdout
+
+
+COMPILES = """import device
+from kernels import {}
+from llmc.run.program import run_program
+device.use("cpu")
+run_program(device.compile_all)"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_ends_compilers_at_once_and_a_later_run_removes_what_a_killed_one_has_left(number, tmp_path):
+    """The signal goes to Python alone, as from a scheduler."""
+    env = os.environ | {"LLMC_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILES.format("classifier, gelu, matmul, reduce")]
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE)
+    while not list(tmp_path.glob("runtime*.so")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(1)  # now kernels are compiled
+    begun = time.monotonic()
+    process.send_signal(number)
+    process.wait()
+    assert time.monotonic() - begun < 2
+    if number == signal.SIGINT:
+        assert (process.returncode, process.stderr.read()) == (130, b"interrupted\n")
+    else:
+        assert list(tmp_path.glob(".building-*"))
+        for _ in range(30):  # its compilers may still come to their end
+            time.sleep(1)
+            subprocess.run([sys.executable, "-c", COMPILES.format("reduce")], cwd=ROOT, env=env, check=True)
+            if not list(tmp_path.glob(".building-*")):
+                break
+    assert not list(tmp_path.glob(".building-*"))
 
 
 CTRL_C = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
