@@ -389,7 +389,7 @@ def test_a_wrong_value_is_refused_in_one_line_with_code_1_before_anything_is_wri
 
 @pytest.mark.parametrize("flags, line", [
     ("-x 4 -u 10 -l 1", "the run ends within its 10 warm-up steps (-u): the learning rate ends at 0.4, not 1"),
-    ("-x 4 -u 4 -k cosine", "the warm-up (-u) takes all 4 steps, so the learning rate does not decay (-k)"),
+    ("-x 4 -u 4 -k cosine", "the warm-up (-u) takes the whole run, so the learning rate does not decay (-k)"),
     ("-x 10 -u 9 -k wsd -l 1 -q 0.5", "the warm-up (-u) ends at step 9, after wsd's decay has begun at step 8: "
      "the learning rate falls at once from 1 to 0.646447"),
     ("-x 1 -q 0.1", "-q does nothing: -k constant does not decay"), ("-x 1 -z", "-z does nothing: there is one GPU"),

@@ -65,7 +65,7 @@ class DataLoader:
         longest = max(files, key=lambda file: files[file].size)
         if files[longest].size < B * T + 1:
             raise UserError(
-                f"{longest}: {files[longest].size} tokens are too few for one batch of B {B}, T {T}, "
+                f"{longest}: {files[longest].size} tokens, and that is too few for one batch of B {B}, T {T}, "
                 f"which takes {B * T + 1}; lower -b or -t, or use more data"
             )
         self.files, self.shards = zip(*((f, t) for f, t in files.items() if t.size >= B * T + 1), strict=True)

@@ -214,9 +214,10 @@ class Logs:
 
     def raise_what_is_lost(self) -> None:
         """Raises UserError if lines or events could not be written."""
-        for reports, what in ((self.logger, "lines"), (self.tensorboard, "events")):
+        for reports, what in ((self.logger, "line"), (self.tensorboard, "event")):
             if reports.lost:
-                raise UserError(f"{reports.path} lacks {reports.lost} {what} that could not be written")
+                lost = f"{reports.lost} {what}{'s' * (reports.lost > 1)}"
+                raise UserError(f"{reports.path} lacks {lost} that could not be written")
 
 
 def _open(path: str, flags: int) -> int:

@@ -111,7 +111,7 @@ class Settings:
                 f"the run ends within its {warmup} warm-up steps (-u): the learning rate ends at {last:g}, not {rate:g}"
             )
         elif flags.schedule != "constant" and 0 < self.steps == warmup:
-            lines.append(f"the warm-up (-u) takes all {warmup} steps, so the learning rate does not decay (-k)")
+            lines.append("the warm-up (-u) takes the whole run, so the learning rate does not decay (-k)")
         elif flags.schedule == "wsd" and warmup > schedule.decay_start:
             after = schedule.get_learning_rate(warmup)
             lines.append(

@@ -65,16 +65,17 @@ def run_table(
         [
             ("batch size B", s.B),
             ("sequence length T", s.T),
-            ("batches a step", f"{s.batches * ranks.size()}: {s.step_tokens} tokens"),
-            ("learning rate", f"{args.learning_rate:g}, {args.schedule}, {args.warmup} warm-up steps"),
+            ("batches a step", f"{s.batches * ranks.size()}: {counted(s.step_tokens, 'token')}"),
+            ("learning rate", f"{args.learning_rate:g}, {args.schedule}, {counted(args.warmup, 'warm-up step')}"),
             ("final fraction", args.final_fraction),
             ("weight decay", args.weight_decay),
             ("beta1, beta2, eps", f"{args.beta1:g}, {args.beta2:g}, {args.eps:g}"),
             ("gradient norm", f"at most {args.grad_clip}" if args.grad_clip else "not clipped"),
             *([("dropout", args.dropout)] if args.dropout else []),
-            *([("val every, batches", f"{args.val_every} steps, {s.val_batches}")] if data.val else []),
-            ("sample every, tokens", f"{args.sample_every or 'no'} steps, {args.sample_tokens}"),
-            ("checkpoints", f"{args.checkpoint_dir}, every {args.checkpoint_every} steps, keep {args.keep or 'all'}"
+            *([("val every, batches", f"{counted(args.val_every, 'step')}, {s.val_batches}")] if data.val else []),
+            ("sample every, tokens", f"{counted(args.sample_every or 'no', 'step')}, {args.sample_tokens}"),
+            ("checkpoints", f"{args.checkpoint_dir}, every {counted(args.checkpoint_every, 'step')}, "
+             f"keep {args.keep or 'all'}"
              + (" and the best" if args.best else "") if args.checkpoint_dir else "none"),
             ("seed", s.seed),
         ],
@@ -99,13 +100,18 @@ def run_table(
 def token_rows(split: str, loader: DataLoader) -> list[tuple[str, object]]:
     """How many tokens and batches there are, and which tokens are in no batch: the rest of a file, and short files."""
     files = f" in {len(loader.files)} files" if len(loader.files) > 1 else ""
-    batches = f"{loader.num_batches} batch{'es' * (loader.num_batches != 1)}"
+    batches = counted(loader.num_batches, "batch")
     rows: list[tuple[str, object]] = [(f"{split} tokens", f"{loader.num_tokens}{files} ({batches})")]
-    short, count = sum(loader.short), len(loader.short)
+    short = sum(loader.short)
     if left_out := loader.unused + short:
-        files = f", {short} of them in {count} file{'s' * (count > 1)} shorter than a batch" if short else ""
-        rows.append((f"{split} left out", f"{left_out} token{'s' * (left_out > 1)}{files}"))
+        files = f", {short} of them in {counted(len(loader.short), 'file')} shorter than a batch" if short else ""
+        rows.append((f"{split} left out", counted(left_out, "token") + files))
     return rows
+
+
+def counted(number: int | str, noun: str) -> str:
+    """Such as "1 batch" and "2 batches"."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def ranks_and_hosts() -> str:
