@@ -102,17 +102,24 @@ clean: ## remove the virtual environment and caches, never data or models
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+# After an upgrade of the system's Python, that of an environment may be gone, or look for its packages elsewhere.
+BROKEN = test -e $(VENV)/.ready-to-train && { test -L $(PY) || test -e $(PY); } && ! $(PY) -c "import numpy" >/dev/null 2>&1
+broken-python:
+	@echo "error: the Python of $(VENV) is gone, or has no packages any more: remove $(VENV) (make clean removes .venv)," \
+		"and make sets it up anew" >&2; exit 1
+
 # PYTHON makes a new environment. One that is there keeps the Python that it has.
 same-python:
 	@test ! -x $(PY) || test "$$($(PY) -V)" = "$$($(PYTHON) -V 2>&1)" || { \
 		echo "error: $(VENV) has $$($(PY) -V), and PYTHON=$(PYTHON) is another: remove $(VENV), or name one with VENV=" >&2; \
 		exit 1; }
-.PHONY: same-python
+.PHONY: broken-python same-python
 
 ifneq ($(VENV),)
 ifeq ($(origin PYTHON),command line)
 $(VENV)/.ready-to-train: | same-python
 endif
+$(VENV)/.ready-to-train: | $(shell $(BROKEN) && echo broken-python)
 endif
 $(VENV)/.ready-to-train: requirements.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'error: llm.cupy needs Python 3.10 or later')"

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, __file__.rpartition("/")[0])  # python -P leaves it out
 import device
 from dev.foreign import try_tokenizer
 from dev.hf.common import end_tokens

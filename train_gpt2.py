@@ -1,6 +1,9 @@
 """Trains GPT-2 as llm.c's mainline, train_gpt2.cu, does: the model and the loop of train_gpt2_fp32.py, in bf16 unless
 --precision says otherwise, and with its beta2."""
 
+import sys
+
+sys.path.insert(0, __file__.rpartition("/")[0])  # python -P leaves it out
 from llmc.run.trainer import run_trainer
 from train_gpt2_fp32 import GPT2, train
 

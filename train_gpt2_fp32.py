@@ -6,11 +6,13 @@ as the loss, is in llmc/. In shapes, B is the batch size, T the sequence length,
 heads, HS = C / NH, V the vocabulary and Vp the same padded, and maxT the longest sequence the model takes.
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from math import sqrt
 
+sys.path.insert(0, __file__.rpartition("/")[0])  # python -P leaves it out
 import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
@@ -23,7 +25,7 @@ from llmc.model.batch import embedding_backward, embedding_forward
 from llmc.model.loss import cross_entropy_loss
 from llmc.model.model import Model
 from llmc.model.tensors import Config, padded
-from llmc.run.run import Run
+from llmc.run.run import Report, Run
 from llmc.run.trainer import run_trainer
 from llmc.step.training import Training
 from llmc.step.update import adamw_update
@@ -145,14 +147,12 @@ def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
     attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
     matmul_forward(a.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
     fused_residual_forward(a.residual2, a.ln2, a.stats2, a.residual, a.proj, p.norm2, B, T, C)
-
     matmul_gelu_forward(a.gelu, a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C)
 
 
 def gpt2_layer_recompute(model: Model, acts, batch, l: int) -> None:
     """With --recompute: runs layer l again, from a.residual, because other layers have overwritten its activations."""
     p, a, B, T, C = model.params.layer[l], acts.layer[l], batch.B, batch.T, model.config.channels
-
     layernorm_forward(a.ln, a.stats, a.residual, p.norm, B, T, C)
     gpt2_layer_forward(model, acts, batch, l)
 
@@ -241,9 +241,9 @@ def training_step(training: Training, batches: Batches, stopped: Callable[[], bo
     return train_step
 
 
-def train(kind: type[Model], flags: Namespace) -> None:
-    """Trains a model of this kind as the flags say."""
-    with Run(kind, flags) as run:                             # device, ranks, model, data, a checkpoint to go on from
+def train(kind: type[Model], flags: Namespace, report: Report | None = None) -> None:
+    """Trains a model of this kind as the flags say. Calls report(step, figures) for each step (doc/python.md)."""
+    with Run(kind, flags, report) as run:                     # device, ranks, model, data, a checkpoint to go on from
         s, train_step = run.settings, training_step(run.training, run.batches, run.stop_requested)
         for step in range(s.first_step, s.steps + 1):         # the last round saves, validates, samples, and ends
             position = run.position()                         # where a run that is resumed goes on

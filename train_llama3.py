@@ -5,8 +5,10 @@ heads and NKV the heads of keys and values, HS = C / NH their size, QKV = (NH + 
 head h attends to key and value head h // (NH / NKV).
 """
 
+import sys
 from dataclasses import dataclass
 
+sys.path.insert(0, __file__.rpartition("/")[0])  # python -P leaves it out
 import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
@@ -124,10 +126,7 @@ class Llama3Config(Config):
         "llama3.1-8b": "layers=32,heads=32,kv_heads=8,channels=4096,hidden=14336,scaling=8,tied=0,maxT=131072",
         "tiny": "layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64",
     }
-    DEFAULTS = {
-        "max_seq_len": 1024, "rope_theta": 5e5, "rope_scaling": 0.0, "norm_eps": 1e-5, "tied": True,
-        "vocab_size": 128256,
-    }  # fmt: skip
+    DEFAULTS = {"max_seq_len": 1024, "vocab_size": 128256}
     DEFAULT_MODEL = "llama3.2_1B.bin"
     FETCH = "make one from Hugging Face's with dev/hf/import_hf.py"
 

@@ -5,9 +5,11 @@ channels of a head. A block is x = x + attention(ln1(x)) + mlp(ln2(x)), as in GP
 ln1(x) too, as in GPT-J; where it is sequential, it is GPT-2's.
 """
 
+import sys
 from dataclasses import dataclass
 from math import sqrt
 
+sys.path.insert(0, __file__.rpartition("/")[0])  # python -P leaves it out
 import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
@@ -172,14 +174,12 @@ def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
             a.residual2, [a.ln2], a.stats2, a.residual, p.norm2, config.norm_eps, B, T, C,
             branches=[(a.proj, dropout_at(batch.random, 1 + 2 * l))],
         )  # fmt: skip
-
     matmul_gelu_forward(a.gelu, a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C, config.gelu == "erf")
 
 
 def pythia_layer_recompute(model: Model, acts, batch, l: int) -> None:
     """With --recompute: runs layer l again, from a.residual, because other layers have overwritten its activations."""
     p, a, B, T, C = model.params.layer[l], acts.layer[l], batch.B, batch.T, model.config.channels
-
     parallel_residual_forward(None, (a.ln, a.ln2), a.stats, a.residual, p.norm, model.config.norm_eps, B, T, C)
     pythia_layer_forward(model, acts, batch, l)
 

@@ -6,8 +6,10 @@ heads and NKV the heads of keys and values, QK = NH + NKV, HS the size of a head
 the hidden channels. Query head h attends to key and value head h // (NH / NKV).
 """
 
+import sys
 from dataclasses import dataclass
 
+sys.path.insert(0, __file__.rpartition("/")[0])  # python -P leaves it out
 import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward

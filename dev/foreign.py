@@ -36,7 +36,8 @@ def try_tokenizer(path: Path, out: Path | None = None) -> None:
     command = [sys.executable, __file__, str(MEMORY), str(SECONDS), path, *([out] if out else [])]
     quiet = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(
-        command, env=os.environ | quiet, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        command, env=os.environ | quiet, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8",
+        errors="replace",
     )
     if done.returncode == 0:
         return
@@ -53,7 +54,7 @@ def limit(memory: int, seconds: int) -> None:
     """From here on this process may take `memory` bytes and `seconds` more, and then ends."""
     statm = Path("/proc/self/statm")
     if statm.exists():  # Linux; elsewhere what the process has already counts, too
-        memory += int(statm.read_text().split()[0]) * resource.getpagesize()
+        memory += int(statm.read_text("utf-8").split()[0]) * resource.getpagesize()
     seconds += int(time.process_time())
     for what, most in (resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_CORE, 0):
         before = resource.getrlimit(what)[1]  # nobody may raise that
@@ -69,7 +70,7 @@ def convert(folder: Path, out: Path, memory: int, seconds: int) -> None:
         raise UserError(f"{folder}: no tokenizer.json there; to make one: pip install transformers") from None
     limit(memory, seconds)
     try:
-        out.write_text(AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer.to_str())
+        out.write_text(AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer.to_str(), "utf-8")
     except Exception as error:  # of many kinds
         why = f"{type(error).__name__}: {first_line(error)[:200]}"
         raise UserError(f"{folder}: transformers makes no tokenizer.json for it ({why})") from None

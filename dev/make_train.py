@@ -47,9 +47,11 @@ UNFINISHED = "unfinished.json"  # in a run's directory until it has come to its 
 
 def first_run(config: type[Config], where: str, model: str | None) -> list[str]:
     """The flags of a script's first run on a device: of the model that is named, or its own. Fetches llm.c's starter
-    pack where the run can begin with it. Raises UserError where a model is in there that cannot be fetched."""
+    pack where the run can begin with it, but not for a model of random weights. Raises UserError where a model is in
+    there that cannot be fetched."""
     on_device = "--device cuda" if where == "cuda" else ""
-    has_pack = config.DEFAULT_MODEL == STARTER_PACK
+    random = model is not None and config.described(model) is not None
+    has_pack = config.DEFAULT_MODEL == STARTER_PACK and not random
     if has_pack and (where == "cuda" or model):
         if subprocess.run(["bash", ROOT / "dev" / "download_starter_pack.sh"]).returncode == 0:
             named = f"-e {model}" if model else ""
@@ -68,8 +70,19 @@ def first_run(config: type[Config], where: str, model: str | None) -> list[str]:
     if where == "cpu":
         return f"-e {model or 'tiny'} -i {PYTHON_DOCS} {SMALL_RUN}".split()
     own = next(iter(config.PRESETS))
-    B = 4 if num_parameters(config.described(own)) < LARGE else 2
-    return f"{on_device} -e {model or own} -i {PYTHON_DOCS} -b {B} -t 1024".split()
+    B = 4 if num_parameters(config.described(model if random else own)) < LARGE else 2
+    return f"{on_device} -e {model or own} -i {PYTHON_DOCS} -b {B}".split()
+
+
+def in_place_of(defaults: list[str], flags: list[str], config: type[Config]) -> list[str]:
+    """The defaults (flag, value, flag, value, …) without those that the flags replace, and then the flags."""
+    parser = make_parser(config)
+    parser.parse_args(flags)
+    replaced, kept = parser.given, []
+    for default in zip(defaults[::2], defaults[1::2], strict=True):
+        parser.parse_args(default)
+        kept += [] if parser.given <= replaced else default
+    return kept + flags
 
 
 def make_data(flags: list[str]) -> None:
@@ -90,7 +103,7 @@ def directory_for(name: str, flags: list[str], config: type[Config]) -> tuple[Pa
         found = {int(run[1]): RUNS / run[0] for run in names if run}
         for number in sorted(found, reverse=True):
             with suppress(FileNotFoundError):
-                file = open(found[number] / UNFINISHED, "r+")
+                file = open(found[number] / UNFINISHED, "r+", encoding="utf-8")
                 if lock(file) and file.read() == json.dumps(flags) and can_go_on(found[number], flags, config):
                     return found[number], file
                 file.close()
@@ -99,7 +112,7 @@ def directory_for(name: str, flags: list[str], config: type[Config]) -> tuple[Pa
             directory = RUNS / f"{name}_{number}"
             with suppress(FileExistsError):
                 directory.mkdir()
-                file = open(directory / UNFINISHED, "x")
+                file = open(directory / UNFINISHED, "x", encoding="utf-8")
                 lock(file)
                 print(json.dumps(flags), end="", file=file, flush=True)
                 return directory, file
@@ -124,7 +137,7 @@ def can_go_on(directory: Path, flags: list[str], config: type[Config]) -> bool:
         newest = newest_checkpoint(directory)
         if newest:
             sizes, *_, state = load_checkpoint(newest, config)
-            shape = args.batch_size, args.sequence_length, sizes.vocab_size
+            shape = args.batch_size, state["loader"]["T"], sizes.vocab_size
             loader = DataLoader(args.data, "train", *shape, args.seed, args.raw_tokens)
             loader.load_state(state["loader"])
             loader.identify()
@@ -152,7 +165,7 @@ def main() -> None:
     args = parser.parse_args()
     script, flags, config = args.script, args.flags, configs[args.script]
     if args.first_run:
-        flags = first_run(config, args.first_run, args.model) + flags
+        flags = in_place_of(first_run(config, args.first_run, args.model), flags, config)
         make_data(flags)
     directory, unfinished = make_parser(config).parse_args(flags).checkpoint_dir, None
     if directory is None:

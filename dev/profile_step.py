@@ -162,7 +162,7 @@ def cache_bytes() -> int:
         from cupy.cuda import runtime
 
         return runtime.getDeviceProperties(runtime.getDevice())["l2CacheSize"]
-    sizes = [path.read_text() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    sizes = [path.read_text("utf-8") for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max((int(size[1]) << 10 for text in sizes if (size := re.match(r"(\d+)K", text))), default=0)
 
 

@@ -48,7 +48,7 @@ def profile(ours: Ours) -> list[tuple[str, Span]]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
         found.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+        events = json.loads(path.read_text("utf-8"))["traceEvents"]
     kernels = [e for e in events if e.get("cat") == "kernel" or "PtoP" in e.get("name", "")]
     if not kernels:
         raise UserError("the profiler has seen no kernels: another program may be profiling this GPU")

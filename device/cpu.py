@@ -318,5 +318,5 @@ def product_grid(m: int, n: int, count: int, cores: int) -> tuple[int, int, int]
 
 def host_memory() -> tuple[int, int]:
     """(free, total) bytes of the host's memory."""
-    kilobytes = dict(re.findall(r"^(\w+): *(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    kilobytes = dict(re.findall(r"^(\w+): *(\d+) kB", Path("/proc/meminfo").read_text("utf-8"), re.MULTILINE))
     return int(kilobytes["MemAvailable"]) << 10, int(kilobytes["MemTotal"]) << 10

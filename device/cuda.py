@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,15 @@ import numpy as np
 
 NVRTC_OPTIONS = ("--std=c++17",)
 PIECE = 1 << 24  # floats that `pieces` copies to the host at a time
+
+compiling: list[threading.Thread] = []  # NVRTC cannot be stopped
+
+
+@atexit.register  # before all others, so it comes last
+def leave_compilers() -> None:
+    """After Ctrl-C: ends the process without the compilations that still run."""
+    if any(thread.is_alive() for thread in compiling):
+        os._exit(130)
 
 
 class CudaDevice:
@@ -198,8 +208,22 @@ class CudaDevice:
 
     def compile_all(self, paths: list[Path]) -> None:
         progress.expect(len(paths))
-        with ThreadPoolExecutor() as pool:  # NVRTC releases the interpreter's lock
-            list(pool.map(self.module, paths))
+        failures: list[BaseException] = []
+
+        def compile_one(path: Path) -> None:
+            try:
+                self.module(path)
+            except BaseException as error:
+                failures.append(error)
+
+        # NVRTC releases the interpreter's lock. After Ctrl-C nobody waits for these threads.
+        compiling[:] = [threading.Thread(target=compile_one, args=(path,), daemon=True) for path in paths]
+        for thread in compiling:
+            thread.start()
+        for thread in compiling:
+            thread.join()
+        for failure in failures:
+            raise failure
 
     # Streams
 

@@ -56,7 +56,7 @@ def say(text: str) -> None:
 def requirements_of(package: str) -> str | None:
     """The requirements file that lists a package, or None."""
     for name in ("requirements.txt", "requirements-dev.txt"):
-        if re.search(rf"^{re.escape(package)}\b", (ROOT / name).read_text(), re.MULTILINE):
+        if re.search(rf"^{re.escape(package)}\b", (ROOT / name).read_text("utf-8"), re.MULTILINE):
             return name
     return None
 

@@ -81,8 +81,8 @@ def cpus_near(identity: str) -> set[int]:
     try:
         domain, bus, number = (int(part, 16) for part in identity.split(":"))
         place = Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{number:02x}.0/numa_node")
-        node = int(place.read_text())
-        text = Path(f"/sys/devices/system/node/node{node}/cpulist").read_text().strip()
+        node = int(place.read_text("utf-8"))
+        text = Path(f"/sys/devices/system/node/node{node}/cpulist").read_text("utf-8").strip()
         ends = [part.split("-") for part in text.split(",")]
         near = {cpu for first, *rest in ends for cpu in range(int(first), int(rest[0] if rest else first) + 1)}
     except (OSError, ValueError):  # node -1: the system does not know
@@ -102,7 +102,7 @@ def container_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
                         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):  # fmt: skip
         with suppress(OSError, ValueError):  # no such file; "max"
             limit, used = (root / limit), (root / used)
-            statistics = dict(line.split() for line in (limit.parent / "memory.stat").read_text().splitlines())
+            statistics = dict(line.split() for line in (limit.parent / "memory.stat").read_text("utf-8").splitlines())
             reclaimable = int(statistics.get("inactive_file", 0))  # files that the system keeps while there is room
-            return max(0, int(limit.read_text()) - int(used.read_text()) + reclaimable)
+            return max(0, int(limit.read_text("utf-8")) - int(used.read_text("utf-8")) + reclaimable)
     return 1 << 62

@@ -92,7 +92,7 @@ def cuda_source(path: Path) -> str:
         if path.resolve() in seen:
             return ""
         seen.add(path.resolve())
-        text = path.read_text().replace("#pragma once", "")
+        text = path.read_text("utf-8").replace("#pragma once", "")
 
         def inline(match: re.Match) -> str:
             included = path.parent / match[1]
@@ -108,7 +108,7 @@ def cuda_source(path: Path) -> str:
 def architecture_of(path: Path) -> str:
     """The one GPU architecture that a .cu file is for: "90a" if it says `#define ARCHITECTURE 90a`, because it has
     instructions that no other GPU knows. Empty for a file that is for all GPUs."""
-    found = re.search(r"^#define ARCHITECTURE (\w+)", path.read_text(), re.MULTILINE)
+    found = re.search(r"^#define ARCHITECTURE (\w+)", path.read_text("utf-8"), re.MULTILINE)
     return found[1] if found else ""
 
 
@@ -123,13 +123,13 @@ def constants_of(path: Path) -> dict[str, int]:
 @functools.cache
 def blocks_at_once(path: Path, kernel: str) -> int:
     """Source.blocks_at_once."""
-    return int(re.search(rf"__launch_bounds__\(\d+, (\d+)\)\s+{kernel}\b", path.read_text())[1])
+    return int(re.search(rf"__launch_bounds__\(\d+, (\d+)\)\s+{kernel}\b", path.read_text("utf-8"))[1])
 
 
 @functools.cache
 def kernel_declarations(path: Path) -> dict[str, list[str]]:
     """The kernels that a .cu file declares, each with the declarations of its parameters."""
-    declared = re.findall(r"__global__[^;{]*?(\w+)\s*\(([^()]*)\)\s*\{", path.read_text())
+    declared = re.findall(r"__global__[^;{]*?(\w+)\s*\(([^()]*)\)\s*\{", path.read_text("utf-8"))
     return {name: parameters.split(",") for name, parameters in declared}
 
 
@@ -137,7 +137,7 @@ def kernel_declarations(path: Path) -> dict[str, list[str]]:
 def programmatic_kernels(path: Path) -> set[str]:
     """The kernels of a .cu file that may start before the previous launch has ended (dependent_launch.cuh:
     PROGRAMMATIC)."""
-    return set(re.findall(r"\bPROGRAMMATIC\s+(\w+)\s*\(", path.read_text()))
+    return set(re.findall(r"\bPROGRAMMATIC\s+(\w+)\s*\(", path.read_text("utf-8")))
 
 
 @functools.cache

@@ -121,7 +121,7 @@ def markdown_page(path: Path) -> tuple[str, set[Path]]:
     def picture(found: re.Match) -> str:
         return f'{found[1]}{escape(link(path, unescape(found[2]), used) or found[2])}"'
 
-    text = with_tables(path.read_text(), kept_measurement(), kept_elsewhere())
+    text = with_tables(path.read_text("utf-8"), kept_measurement(), kept_elsewhere())
     body = pandoc(with_lines(path, text), MARKDOWN)
     body = re.sub(r'<a\s+href="([^"]*)"[^>]*>(.*?)</a>', anchor, body, flags=re.S)
     body = re.sub(r'(<img\s+[^>]*?src=")([^"]*)"', picture, body)
@@ -132,7 +132,7 @@ def markdown_page(path: Path) -> tuple[str, set[Path]]:
 def source_page(path: Path) -> tuple[str, set[Path]]:
     fence = "~" * 30
     language = f".{CODE[path.suffix]}" if path.suffix in CODE else ".makefile" if path.name == "Makefile" else ".text"
-    text = f"{fence} {{{language} .numberLines .lineAnchors #L}}\n{path.read_text()}\n{fence}\n"
+    text = f"{fence} {{{language} .numberLines .lineAnchors #L}}\n{path.read_text('utf-8')}\n{fence}\n"
     return f"<h1>{escape(path.relative_to(ROOT).as_posix())}</h1>\n{pandoc(text, 'markdown')}", set()
 
 
@@ -193,7 +193,7 @@ def build(out: Path) -> int:
     with writing(out):
         for path, body in bodies.items():
             (out / page_of(path)).parent.mkdir(parents=True, exist_ok=True)
-            (out / page_of(path)).write_text(frame(path, body, order))
+            (out / page_of(path)).write_text(frame(path, body, order), "utf-8")
     return len(bodies)
 
 

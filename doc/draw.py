@@ -47,8 +47,8 @@ def main() -> None:
     for name in args.names or PICTURES:
         path = DOC / "pictures" / f"{name}.svg"
         text = drawn(name)
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+        if not path.exists() or path.read_text("utf-8") != text:
+            path.write_text(text, "utf-8")
             print(f"written: {path.relative_to(DOC.parent)}")
 
 

@@ -302,7 +302,7 @@ def title_and_idea(name: str, rung: Rung) -> tuple[str, str]:
     """Of a kernel, from the comment above it: "Title: the idea. More about it." """
     if not rung.in_file:
         return rung.kernel, rung.idea
-    text = (LADDER / f"{name}.cu").read_text()
+    text = (LADDER / f"{name}.cu").read_text("utf-8")
     comment = re.search(rf'((?:^//.*\n)+)extern "C" __global__[^(]*(?:\([\d, ]*\))?\s+{rung.kernel}\(', text, re.M)
     words = " ".join(re.sub(r"^// ?", "", comment[1], flags=re.M).split())
     title, idea = words.split(": ", 1)
@@ -345,7 +345,7 @@ def load(path: Path) -> dict:
     """What was kept in a file: by topic and kernel the times and counts, by topic the ceilings of the same run."""
     empty = {"times": {}, "ceilings": {}, "counts": {}}
     try:
-        return empty | json.loads(path.read_text()) if path.exists() else empty
+        return empty | json.loads(path.read_text("utf-8")) if path.exists() else empty
     except (ValueError, TypeError):
         raise UserError(f"{path} is damaged: remove it and measure again with --keep") from None
 

@@ -99,7 +99,7 @@ def main() -> None:
                 speed = rung_speed(kernel, blocks, floats) / 1e9
                 print(f"{blocks:2} blocks a multiprocessor, {4 * blocks * loads:3} KiB asked for: {speed:5.0f} GB/s")
     if args.keep:
-        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+        KEPT.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -356,7 +356,7 @@ class Variants:
         self.sources = {}
         for i, (part, text) in enumerate(texts.items()):
             path = folder / f"{precision}_{i}.cu"
-            path.write_text(text)
+            path.write_text(text, "utf-8")
             self.sources[part] = device.Source(path)
         device.current.device.compile_all([source.path for source in self.sources.values()])
         self.operand_bytes = 128 * HS * 2 if bf16 else 0  # of a block's queries in shared memory
@@ -514,7 +514,7 @@ def markdown(rows: list[tuple[str, ...]]) -> str:
 
 
 def kept_measurement() -> dict:
-    return json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    return json.loads(KEPT.read_text("utf-8")) if KEPT.exists() else {}
 
 
 def of_precision(kept: dict, precision: str) -> dict:
@@ -543,7 +543,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"only write the tables of {PAGE.name} from there")
     args = parser.parse_args()
     if args.write:
-        before = PAGE.read_text()
+        before = PAGE.read_text("utf-8")
         if (after := with_tables(before, kept_measurement())) != before:
             with replacing(PAGE) as file:
                 file.write(after.encode())

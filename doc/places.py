@@ -35,7 +35,7 @@ CPP = (
 def lines_of(path: Path) -> list[str]:
     """The lines of a file of code. Raises UserError if there is no such file."""
     try:
-        return path.read_text().splitlines()
+        return path.read_text("utf-8").splitlines()
     except OSError:
         raise UserError("there is no such file") from None
 

@@ -62,7 +62,7 @@ CHECKS = {
 def environment(check: str) -> dict[str, str]:
     if check != "sanitizers":
         return dict(os.environ)
-    asan = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    asan = os.fsdecode(subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True).stdout).strip()
     return os.environ | {
         "CXX": "g++", "LLMC_CPU_SANITIZE": "1", "LD_PRELOAD": asan,
         "ASAN_OPTIONS": f"detect_leaks=0:exitcode={REPORTED}", "UBSAN_OPTIONS": f"exitcode={REPORTED}",
@@ -70,7 +70,9 @@ def environment(check: str) -> dict[str, str]:
 
 
 def noticed(check: str, folder: Path) -> bool:
-    done = subprocess.run(CHECKS[check], cwd=folder, env=environment(check), capture_output=True, text=True)
+    done = subprocess.run(
+        CHECKS[check], cwd=folder, env=environment(check), capture_output=True, encoding="utf-8", errors="replace"
+    )
     if "no tests ran" in done.stdout or "deselected" in done.stdout and not re.search(r"passed|failed", done.stdout):
         raise UserError(f"{check}: no test was chosen")
     return done.returncode not in (0, 1) if check == "sanitizers" else done.returncode != 0  # 1: only a wrong number
@@ -78,14 +80,14 @@ def noticed(check: str, folder: Path) -> bool:
 
 def table(folder: Path) -> str:
     paths = [folder / "kernels" / name for name in ("layernorm.cu", "norm.cuh")]
-    files = {path: path.read_text() for path in paths}
+    files = {path: path.read_text("utf-8") for path in paths}
     rows = [["mistake", *CHECKS], ["---"] * (1 + len(CHECKS))]
     for mistake, (old, new) in {"none": ("", ""), **MISTAKES}.items():
         times = sum(right.count(old) for right in files.values())
         if old and times != 1:
             raise UserError(f"{mistake}: layernorm.cu and norm.cuh have `{old.strip()}` {times} times, not once")
         for path, right in files.items():
-            path.write_text(right.replace(old, new) if old else right)
+            path.write_text(right.replace(old, new) if old else right, "utf-8")
         found = [noticed(check, folder) for check in CHECKS]
         print(mistake, found, flush=True)
         if mistake == "none" and any(found):
@@ -108,9 +110,9 @@ def main() -> None:
     print(made)
     if args.write:
         begin, end = MARKERS
-        text = PAGE.read_text()
+        text = PAGE.read_text("utf-8")
         before, behind = text.partition(begin)[0], text.partition(end)[2]
-        PAGE.write_text(f"{before}{begin}\n{made}\n{end}{behind}")
+        PAGE.write_text(f"{before}{begin}\n{made}\n{end}{behind}", "utf-8")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ PRINTED = re.compile(r"^(?P<head><!-- python (?P<command>.*) -->\n\n)(?:    .*\n
 
 def renewed(page: Path, wrong: list[str]) -> str:
     """The text of a page with its quotes as the code is now. Those that lead nowhere stay, and are added to `wrong`."""
-    text = page.read_text()
+    text = page.read_text("utf-8")
 
     def new(found: re.Match) -> str:
         file, place = found["file"], found["place"]
@@ -72,7 +72,7 @@ def elsewhere(place: str) -> str:
     found = []
     for path in sorted(files):
         with contextlib.suppress(UserError):
-            line_at(path.read_text().splitlines(), place)
+            line_at(path.read_text("utf-8").splitlines(), place)
             found.append(str(path.relative_to(ROOT)))
     return f"; is it that of {' or '.join(found)}?" if 0 < len(found) < 4 else ""
 
@@ -82,7 +82,7 @@ def printed(text: str, wrong: list[str]) -> str:
 
     def new(found: re.Match) -> str:
         command = [sys.executable, *shlex.split(found["command"])]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace")
         if done.returncode:
             wrong.append(f"python {found['command']}: {done.stderr.strip()}")
             return found[0]
@@ -97,10 +97,10 @@ def main() -> None:
     args = parser.parse_args()
     wrong: list[str] = []
     for page in (ROOT / "README.md", ROOT / "exercises" / "README.md", *sorted((ROOT / "doc").rglob("*.md"))):
-        before = page.read_text()
+        before = page.read_text("utf-8")
         after = renewed(page, wrong)
         if args.write:
-            page.write_text(printed(after, wrong))
+            page.write_text(printed(after, wrong), "utf-8")
         elif after != before:
             wrong.append(f"{page.relative_to(ROOT)} quotes code that has changed: run make quotes")
     if wrong:

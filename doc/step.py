@@ -93,7 +93,7 @@ def timeline(B: int, T: int) -> list[list]:
         device.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         found.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+        events = json.loads(Path(folder, "trace.json").read_text("utf-8"))["traceEvents"]
     events = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     events.sort(key=lambda e: e["ts"])
     copies = [e["ts"] for e in events if e["name"].startswith("Memcpy HtoD")]
@@ -132,7 +132,7 @@ def main() -> None:
     device.use_recording(True)
     found["timeline"] = timeline(4, 1024)
     text = json.dumps(found, indent=1)
-    KEPT.write_text(text.replace("[\n   ", "[").replace(",\n   ", ", ").replace("\n  ]", "]") + "\n")
+    KEPT.write_text(text.replace("[\n   ", "[").replace(",\n   ", ", ").replace("\n  ]", "]") + "\n", "utf-8")
     print(json.dumps({name: part for name, part in found.items() if name != "timeline"}, indent=1))
     print(len(found["timeline"]), "kernels and copies in", KEPT)
 

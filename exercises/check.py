@@ -55,7 +55,7 @@ def begin(exercise: Exercise, work: Path) -> None:
     text = start(exercise)
     try:
         WORK.mkdir(exist_ok=True)
-        with open(work, "x") as file:
+        with open(work, "x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise UserError(f"{shown(work)} cannot be made ({error.strerror})") from None
@@ -74,7 +74,7 @@ def judge(exercise: Exercise, work: Path) -> tuple[str, str]:
     """What is wrong with a solution, empty where nothing is; and a remark on one that is right. What it prints is
     printed. The check is a process of its own, which may hang, crash or run out of memory."""
     try:
-        text = work.read_text()
+        text = work.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         return f"It cannot be read: {error}", ""
     if holes_of(text) and text.split() == start(exercise).split():
@@ -84,11 +84,13 @@ def judge(exercise: Exercise, work: Path) -> tuple[str, str]:
         command = [sys.executable, HERE / "checks.py", str(exercise.number), work.absolute(), result]
         try:
             quiet = os.environ | {"LLMC_QUIET": "1"}  # what it says on stderr is why it broke off
-            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=SECONDS, env=quiet)
+            done = subprocess.run(
+                command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace", timeout=SECONDS, env=quiet
+            )
         except subprocess.TimeoutExpired:
             return f"It has not ended after {SECONDS} seconds. Is there a loop that never ends?", ""
         if result.exists():
-            return tuple(json.loads(result.read_text()))
+            return tuple(json.loads(result.read_text("utf-8")))
     if broken := re.search(r"^error: (.*)", done.stderr, re.MULTILINE | re.DOTALL):  # of this machine
         raise UserError(broken[1].strip())
     if "bad_alloc" in done.stderr or "MemoryError" in done.stderr:
@@ -104,7 +106,7 @@ def judge(exercise: Exercise, work: Path) -> tuple[str, str]:
 
 def sections() -> dict[int, tuple[str, str]]:
     """Title and text of each exercise, by its number."""
-    parts = re.split(r"^## (\d+)\. (.*)\n", (HERE / "README.md").read_text(), flags=re.MULTILINE)
+    parts = re.split(r"^## (\d+)\. (.*)\n", (HERE / "README.md").read_text("utf-8"), flags=re.MULTILINE)
     return {int(parts[i]): (parts[i + 1], parts[i + 2].strip()) for i in range(1, len(parts), 3)}
 
 
@@ -132,7 +134,7 @@ def after(exercise: Exercise) -> str:
 def solved() -> dict[str, str]:
     """Of each exercise that was right, what its file had in it then."""
     try:
-        return json.loads(SOLVED.read_text())
+        return json.loads(SOLVED.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
 
@@ -146,7 +148,7 @@ def remember(exercise: Exercise, work: Path, right: bool) -> None:
     if right:
         known[exercise.file] = digest(work)
     new = SOLVED.with_suffix(".new")
-    new.write_text(json.dumps(known, indent=1))
+    new.write_text(json.dumps(known, indent=1), "utf-8")
     os.replace(new, SOLVED)
 
 

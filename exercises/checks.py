@@ -97,7 +97,7 @@ def main() -> None:
     number, file, result = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     found = run_check(EXERCISES[int(number) - 1], Path(file))
-    Path(result).write_text(json.dumps(found))
+    Path(result).write_text(json.dumps(found), "utf-8")
 
 
 def run_check(exercise: Exercise, path: Path) -> tuple[str, str]:
@@ -211,7 +211,7 @@ class Lab:
     def __init__(self, path: Path, microscope: bool = False):
         self.path, self.microscope = path, microscope
         self.scratch: dict[str, np.ndarray] = {}  # that launchers have asked for last, by its purpose
-        self.lines = path.read_text().splitlines()
+        self.lines = path.read_text("utf-8").splitlines()
         if path.suffix == ".cu":
             self.module = self.compiled()
         else:
@@ -392,7 +392,7 @@ class Lab:
 
 def compile_python(path: Path):
     try:
-        return compile(path.read_text(), str(path), "exec")
+        return compile(path.read_text("utf-8"), str(path), "exec")
     except SyntaxError as error:
         line = linecache.getline(str(path), error.lineno or 0).strip()
         raise Wrong(f"line {error.lineno} is not Python: {error.msg}\n    {error.lineno}: {line}") from None

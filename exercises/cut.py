@@ -64,11 +64,11 @@ class Exercise:
 
 def whole(exercise: Exercise) -> str:
     """The solved exercise as a file of WORK would have it."""
-    text = exercise.path.read_text()
+    text = exercise.path.read_text("utf-8")
     if not exercise.parts:
         return text
     if exercise.header:
-        header = (exercise.path.parent / exercise.header).read_text()
+        header = (exercise.path.parent / exercise.header).read_text("utf-8")
         text = text.replace(f'#include "{exercise.header}"\n', header)
     lines = text.splitlines()
     with mending(exercise):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from dev.scripts import model_kinds
 from kernels.flash_attention import HEAD_SIZES
-from llmc.data.dataloader import sort_by_token
+from llmc.data.batches import fill_batch
 from llmc.files.model_file import read_model
 from llmc.model.batch import Batch
 from llmc.model.model import Model
@@ -179,20 +179,13 @@ class GivenBatches:
         inputs[:], targets[:] = next(self.rest)
 
 
-def send(dev, batch: Batch, inputs: np.ndarray, targets: np.ndarray) -> None:
-    arrays, values = (batch.inputs, batch.targets, *batch.by_token), (inputs, targets, *sort_by_token(inputs))
-    for array, value in zip(arrays, values, strict=True):
-        dev.copy_in(array, np.ascontiguousarray(value))
-    dev.synchronize()
-
-
 def forward_backward(dev, training: Training, inputs, targets, dloss: float, accumulate: bool = False):
     """Logits (B,T,V) and mean loss of a batch, which may be smaller than the training's; the gradients are in the
     model."""
     model, acts, batch, (B, T) = training.model, training.acts, training.batch, inputs.shape
     if (B, T) != (batch.B, batch.T):
         acts, batch = training.activations.views(B, T), Batch(B, T)
-    send(dev, batch, inputs, targets)
+    fill_batch(batch, inputs, targets)
     if not accumulate:
         model.zero_grad()
     model.forward(acts, batch)

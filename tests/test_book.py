@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -207,6 +208,23 @@ def test_the_python_of_a_page_runs(path, monkeypatch, tmp_path):
             more = [name for name in modules_of(tree) if name not in {"numpy", *sys.stdlib_module_names, *ours}]
             assert not more, f"{path}: {more} is more than NumPy"
             exec(compile(tree, str(path), "exec"), namespace)
+
+
+def test_the_python_of_the_page_about_python_runs_and_pandas_reads_the_log(monkeypatch, tmp_path):
+    """The page on training has the line that reads the log."""
+    for package in "torch", "transformers", "pandas":
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for path in DOC / "python.md", DOC / "training.md":
+            for block in blocks(path):
+                exec(compile("\n" * (block.line - 1) + block.text, str(path), "exec"), namespace)
+    losses = {step: figures["train_loss"] for step, figures in namespace["reports"] if "train_loss" in figures}
+    logged = namespace["table"]["trl"].dropna().to_dict()
+    assert list(losses) == list(range(5)) and logged == {step: round(loss, 4) for step, loss in losses.items()}
+    assert handlers == {number: signal.getsignal(number) for number in handlers}
 
 
 def modules_of(tree: ast.AST) -> Iterator[str]:

@@ -70,7 +70,7 @@ def test_batches_are_those_of_llm_c(tmp_path, rng, B, T, size, raw, vocab_size):
         write_tokens(tmp_path / "x_val.bin", tokens, vocab_size)
     loader = DataLoader(tmp_path / "x", "val", B, T, vocab_size, raw_tokens="int32")
     assert loader.num_tokens == size
-    assert loader.num_batches == size // (B * T)
+    assert loader.num_batches == (size - 1) // (B * T)
     for _ in range(2):
         for expected in llm_c_batches(tokens, B, T, 2 * loader.num_batches + 1):
             np.testing.assert_array_equal(batch(loader), expected)
@@ -80,7 +80,7 @@ def test_batches_are_those_of_llm_c(tmp_path, rng, B, T, size, raw, vocab_size):
 def test_shards_are_walked_in_order_and_no_batch_straddles_two(shards):
     B, T = 2, 50
     loader = DataLoader(shards, "train", B, T, V)
-    assert (loader.num_tokens, loader.num_batches) == (2678, 26)
+    assert (loader.num_tokens, loader.num_batches, loader.unused, loader.short) == (2678, 25, 2678 - 2503, [])
     for _ in range(2):
         for shard, batches in ((1, 9), (2, 7), (3, 9)):
             for i in range(batches):
@@ -95,8 +95,14 @@ def test_a_prefix_stands_for_one_file_or_its_shards(tmp_path, shards):
     assert [file.name for file in find_token_files(tmp_path / "x", "train")] == names
     assert [file.name for file in find_token_files(shards, "val")] == names
     assert [file.name for file in find_token_files(tmp_path / names[1], "val")] == [names[1]]
+    for other in "v2_train", "train_v2_val_000000", "train_v2", "train_":  # of a dataset x_train_v2, for example
+        write_tokens(tmp_path / f"x_{other}.bin", [1, 2])
+    assert [file.name for file in find_token_files(tmp_path / "x", "train")] == names
     write_tokens(tmp_path / "x_train.bin", [1, 2])
     assert [file.name for file in find_token_files(str(tmp_path / "x"), "train")] == ["x_train.bin"]
+    for name in [*names, "x_train.bin"]:
+        (tmp_path / name).unlink()
+    assert "x_train_.bin may be of another dataset" in refusal(find_token_files, tmp_path / "x", "train")
 
 
 def test_a_shuffled_epoch_serves_every_window_once_and_differs_from_the_next(shards):
@@ -336,7 +342,7 @@ def test_data_shorter_than_a_batch_is_refused_and_a_short_shard_among_others_pas
     write_tokens(tmp_path / "x_train_000003.bin", np.arange(30))
     loader = DataLoader(shards, "train", 1, 30, V)
     assert [file.name for file in loader.files] == [f"x_train_{shard:06d}.bin" for shard in range(3)]
-    assert loader.num_tokens == 2678
+    assert (loader.num_tokens, loader.short) == (2678, [30])
 
 
 def test_a_large_file_is_never_read_whole(tmp_path):

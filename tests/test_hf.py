@@ -26,6 +26,7 @@ from dev.hf.gpt2 import GPT2Family
 from dev.scripts import kind_of
 from device.errors import UserError
 from kernels.rope import rope_table
+from llmc.data.batches import fill_batch
 from llmc.data.find_tokenizer import load_model_tokenizer, open_tokenizer
 from llmc.data.hf_tokenizer import NEIGHBOURS
 from llmc.data.token_file import open_tokens
@@ -34,7 +35,7 @@ from llmc.files import model_file
 from llmc.files.checkpoint import save_checkpoint
 from llmc.files.model_file import read_model, write_model
 from llmc.model.tensors import Config, num_parameters
-from models import FAMILIES, GPT2S, LLAMAS, PYTHIAS, QWENS, build_from_file, send
+from models import FAMILIES, GPT2S, LLAMAS, PYTHIAS, QWENS, build_from_file
 from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, opinionated, transformers_model
 from train_gpt2_fp32 import GPT2Config
 
@@ -130,7 +131,7 @@ def assert_logits(dev, path: Path, config: Config, model, rng) -> None:
         wanted = model.double().eval()(torch.tensor(tokens).long()).logits
     B, T = tokens.shape
     training = build_from_file(kind_of(path), path, B, T, "softmax")
-    send(dev, training.batch, tokens, tokens)
+    fill_batch(training.batch, tokens, tokens)
     training.model.forward(training.acts, training.batch)
     training.model.loss(training.acts, training.batch)
     logits = dev.to_host(training.acts.logits).reshape(B, T, -1)[..., : config.vocab_size]

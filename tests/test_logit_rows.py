@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import device
 from conftest import switch_device
+from llmc.data.batches import fill_batch
 from llmc.model.activations import Activations
 from llmc.ranks import ranks
 from llmc.step import memory
 from llmc.step.memory import Plan, training_sizes
 from llmc.step.training import make_training
-from models import ODD, ONE_OF_EACH, build, flat_parameters, kind_of, make_batches, name_of, send
+from models import ODD, ONE_OF_EACH, build, flat_parameters, kind_of, make_batches, name_of
 from oracle import BF16, assert_close, model_tolerance
 
 import numpy as np
@@ -42,7 +43,7 @@ def trained(config, attention: str, logit_rows: int, kind=None) -> dict[str, np.
     recorded, found = device.record(step, [model.grads_memory]), {}
     for repeat in range(2):  # the second time in the order of the plan
         for i, tokens in enumerate(make_batches(config, 2, B, T)):
-            send(device, batch, *tokens)
+            fill_batch(batch, *tokens)
             recorded(i > 0)
             found[f"losses of training {i}, {repeat}"] = device.to_host(acts.losses).copy()
         found[f"gradients {repeat}"] = device.to_host(model.grads_memory).copy()

@@ -88,6 +88,17 @@ def test_an_environment_of_another_python_than_the_one_that_is_named_is_said(tmp
     )
 
 
+@pytest.mark.parametrize("target", ["/nonexistent/python3.9", "/bin/false"])  # gone, or without packages
+def test_an_environment_whose_python_has_been_replaced_is_said(target, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(target)
+    (tmp_path / ".ready-to-train").touch()
+    command = ["make", "--no-print-directory", "train", f"VENV={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, env=outside_make(), capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: the Python of {tmp_path} is gone, or has no packages any more: remove ")
+
+
 def test_without_a_gpu_the_tests_get_cupy_and_nvrtc_to_compile_with(tmp_path):
     plan = make("-n", "test", f"VENV={tmp_path}/new", tmp_path=tmp_path)
     assert '"cupy-cuda13x~=14.0;' in plan and '"nvidia-cuda-nvrtc~=13.0;' in plan
@@ -120,7 +131,10 @@ def test_a_model_that_is_named_is_what_the_first_run_trains(tmp_path, monkeypatc
     monkeypatch.setattr(make_train.subprocess, "run", lambda command: SimpleNamespace(returncode=fetched.pop()))
     for kind in model_kinds():
         for where in "cuda", "cpu":
-            fetched[:] = [0]
-            flags = make_train.first_run(kind.Config, where, "mine.bin")
-            assert flags[flags.index("-e") + 1] == "mine.bin" and flags.count("-e") == 1
-            make_parser(kind.Config).parse_args(flags)
+            for model in "mine.bin", "tiny", next(iter(kind.Config.PRESETS.values())):
+                fetched[:] = [0] if model == "mine.bin" else []  # random weights need no starter pack
+                flags = make_train.first_run(kind.Config, where, model)
+                assert flags[flags.index("-e") + 1] == model and flags.count("-e") == 1
+                parser, own = make_parser(kind.Config), ["-x", "7", "--model", "other", "-n", "5"]
+                parser.parse_args(merged := make_train.in_place_of(flags, own, kind.Config))
+                assert merged[-len(own) :] == own and parser.repeated == []

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import device
 import oracle
 from device.errors import UserError
-from llmc.data.batches import Batches
+from llmc.data.batches import Batches, fill_batch
 from llmc.model import fp8
 from llmc.model.activations import Activations, batch_sizes, choose_attention, training_tables
 from llmc.model.model import Model
@@ -42,7 +42,6 @@ from models import (
     name_of,
     name_parameters,
     names_of,
-    send,
 )
 from oracle import assert_close, guarded, model_tolerance
 from train_gpt2_fp32 import GPT2, training_step
@@ -95,6 +94,29 @@ def test_logits_loss_and_every_gradient_equal_pytorchs(product_dev, monkeypatch,
     for name, shape in config.parameters():
         if shape[0] == "Vp":
             assert not product_dev.to_host(getattr(training.model.grads, name))[config.vocab_size :].any()
+
+
+def test_backward_refuses_a_batch_that_fill_batch_has_not_filled_as_a_whole(one_dev):
+    """Order and count of other inputs make another gradient of wte."""
+    B, T = 2, 8
+    training = build(one_dev, ODD, B, T, "softmax", flat_parameters(ODD))
+    model, acts, batch = training.model, training.acts, training.batch
+    (one, other) = make_batches(ODD, 2, B, T)
+    forward_backward(one_dev, training, *other, 1.0)
+    want = one_dev.to_host(model.grads_memory)
+    for inputs in other[0], one[0]:  # also if they were filled before
+        fill_batch(batch, *one)
+        one_dev.copy_in(batch.inputs, inputs)
+        model.zero_grad()
+        model.forward(acts, batch)
+        model.loss(acts, batch, 1.0)
+        with pytest.raises(UserError, match="fill the batch with fill_batch"):
+            model.backward(acts, batch)
+    forward_backward(one_dev, training, *other, 1.0)
+    np.testing.assert_array_equal(one_dev.to_host(model.grads_memory), want)
+    for wrong in other[0][:1], other[0].astype(np.float32), other[0][0]:
+        with pytest.raises(UserError, match="a batch takes integers"):
+            fill_batch(batch, wrong, other[1])
 
 
 @functools.cache
@@ -202,7 +224,7 @@ def test_what_is_not_finite_in_backward_alone_is_noticed_too(model_dev, config, 
     B, T, flat = 1, 5, flat_parameters(config)
     training = build(model_dev, config, B, T, attention, flat)
     model, acts, batch, adamw = training.model, training.acts, training.batch, training.adamw
-    send(model_dev, batch, *make_batches(config, 1, B, T)[0])
+    fill_batch(batch, *make_batches(config, 1, B, T)[0])
     table, _ = training_tables(kind_of(config), attention)
     kept = [row[0] for row in without(table, config.absent) if row[1][0] == "L"]
     for name in kept:

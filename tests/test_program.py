@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from device import errors
@@ -27,6 +28,71 @@ def test_a_python_without_the_packages_is_one_line_that_names_what_has_them(prog
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ") and " is missing: " in done.stderr and done.stderr.count("\n") == 1
+
+
+def without_encoding(source: str) -> list[str]:
+    """The calls that read or write text in the encoding of the locale."""
+    found = []
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name, keywords = ast.unparse(call.func), {word.arg for word in call.keywords}
+        positional = {"read_text": 1, "write_text": 2}.get(name.rpartition(".")[2])
+        modes = [*call.args[1:2], *(word.value for word in call.keywords if word.arg == "mode")]
+        opens = name in ("open", "os.fdopen", "path.open") and not any("b" in ast.unparse(mode) for mode in modes)
+        if positional and len(call.args) < positional or opens or keywords & {"text", "universal_newlines"}:
+            found += [] if "encoding" in keywords else [ast.unparse(call)]
+    return found
+
+
+def test_no_program_reads_or_writes_text_in_the_encoding_of_the_locale():
+    """In zh_CN.GBK, for example, our own files could not be read."""
+    bad = "p.read_text(), p.write_text(t), open(p), open(p, 'x'), os.fdopen(1, mode='w'), run(c, text=True)"
+    assert len(without_encoding(bad)) == 6
+    folders = ("device/**", "kernels/**", "llmc/**", "dev/**", "doc/**", "exercises", ".")
+    paths = [path for folder in folders for path in ROOT.glob(f"{folder}/*.py")]
+    found = {path.name: calls for path in paths if (calls := without_encoding(path.read_text("utf-8")))}
+    assert len(paths) > 100 and not found
+
+
+@pytest.mark.parametrize("program", ["train_gpt2_fp32.py", "train_llama3.py", "train_pythia.py", "train_qwen3.py",
+                                     "train_gpt2.py", "generate.py"])  # fmt: skip
+def test_programs_find_their_modules_with_a_safe_path_and_print_in_ascii(program, tmp_path):
+    env = os.environ | {"PYTHONSAFEPATH": "1", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, ROOT / program, "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "usage:" in done.stdout
+
+
+COMPILES = """import device
+from kernels import {}
+from llmc.run.program import run_program
+device.use("cpu")
+run_program(device.compile_all)"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_ends_compilers_at_once_and_a_later_run_removes_what_a_killed_one_has_left(number, tmp_path):
+    """The signal goes to Python alone, as from a scheduler."""
+    env = os.environ | {"LLMC_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILES.format("classifier, gelu, matmul, reduce")]
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE)
+    while not list(tmp_path.glob("runtime*.so")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(1)  # now kernels are compiled
+    begun = time.monotonic()
+    process.send_signal(number)
+    process.wait()
+    assert time.monotonic() - begun < 2
+    if number == signal.SIGINT:
+        assert (process.returncode, process.stderr.read()) == (130, b"interrupted\n")
+    else:
+        assert list(tmp_path.glob(".building-*"))
+        for _ in range(30):  # its compilers may still come to their end
+            time.sleep(1)
+            subprocess.run([sys.executable, "-c", COMPILES.format("reduce")], cwd=ROOT, env=env, check=True)
+            if not list(tmp_path.glob(".building-*")):
+                break
+    assert not list(tmp_path.glob(".building-*"))
 
 
 CTRL_C = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"

@@ -18,9 +18,9 @@ from llmc.model.tensors import num_parameters
 from llmc.run.arguments import parse_arguments
 from llmc.run.logger import read_log
 from llmc.run.schedule import LearningRateSchedule
-from llmc.run.settings import resumed_flags
+from llmc.run.settings import Settings, resumed_flags
 from models import TINY, described
-from train_gpt2_fp32 import GPT2Config
+from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
 import pytest
@@ -125,6 +125,7 @@ def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(any_folder, run
     assert table["model"] == description and table["vocabulary"] == "61, padded to 128"
     assert f"| parameters            | {num_parameters(config):<50} |" in lines
     assert table["train tokens"] == "2000 (62 batches)" and table["val tokens"] == "400 (12 batches)"
+    assert table["train left out"] == table["val left out"] == "15 tokens"
 
     printed = re.findall(r"^val loss (\d+\.\d{6}), (\d+\.\d{4}) bits/byte$", out, re.M)
     validations, bits = np.array(printed, float).T
@@ -156,10 +157,38 @@ def test_a_run_lasts_one_epoch_starts_from_a_model_file_and_prints_ids_where_the
     assert re.search(r"^val loss \d+\.\d{6}$", out, re.M) and "byte" not in out
     log = read_log(folder / "run.log")
     assert log.keys() == {"tel", "trl", "sam"}
-    assert log["sam"][0].tolist() == [20] and 0 < log["sam"][1][0] < 60  # seconds
-    assert list(steps_of(out)) == list(range(1, 2000 // 100 + 1))
+    assert log["sam"][0].tolist() == [19] and 0 < log["sam"][1][0] < 60  # seconds
+    assert list(steps_of(out)) == list(range(1, (2000 - 1) // 100 + 1))
     (ids,) = samples_of(out)
     assert len(ids.split()) == 9 and all(0 <= int(token) < V for token in ids.split())
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_an_epoch_is_recorded_and_an_old_checkpoint_keeps_that_of_llmc(old, folder, run_here, monkeypatch):
+    """llm.c counts the 2000 tokens as 20 batches of 100. The last one lacks its last target."""
+    recorded = Settings.recorded
+    if old:
+        monkeypatch.setattr(Settings, "recorded", lambda self: recorded(self) | {"max_steps": None})
+    flags = ["-b", "5", "-t", "20", "-s", "0", "-v", "0", "--checkpoint-dir", "run"]
+    run_here(folder, *flags, "-x", "10", "-k", "cosine")
+    out = run_here(folder, *flags, "-y", "1", *([] if old else ["-x", "19"]))
+    assert list(steps_of(out)) == list(range(11, 21 if old else 20))
+
+
+def test_validation_takes_each_batch_of_several_files_once_and_says_what_no_batch_takes(folder, run_here):
+    tokens = open_tokens(folder / "data_val.bin")[:]
+    (folder / "data_val.bin").unlink()
+    for n, size in enumerate((33, 20, 64, 97, 5)):  # of 1, 0, 1, 3 and 0 batches
+        write_tokens(folder / f"data_val_{n}.bin", tokens[100 * n % 300 :][:size])
+    flags = ["-x", "0", "-s", "0", "-m", "1000"]
+    out = run_here(folder, *flags)
+    table = {name.strip(): value for name, value in re.findall(r"^\| (.{21}) \| (.*?) *\|$", out, re.M)}
+    assert table["val tokens"] == "194 in 3 files (5 batches)"
+    assert table["val left out"] == "56 tokens, 25 of them in 2 files shorter than a batch"
+    losses = [run_here(folder, *flags, "-j", f"data_val_{n}.bin") for n in (0, 2, 3)]
+    one, two, three = (float(re.search(r"^val loss ([\d.]+)", text, re.M)[1]) for text in losses)
+    whole = float(re.search(r"^val loss ([\d.]+)", out, re.M)[1])
+    np.testing.assert_allclose(whole, (one + two + 3 * three) / 5, atol=2e-6)
 
 
 def test_hellaswag_is_scored_when_validating_the_schedule_sets_each_rate_and_clipping_prints_the_norm(folder, run_here):
@@ -341,7 +370,7 @@ def test_f_of_llmc_is_another_way_to_give_the_precision(flags, precision, given)
 VALUES = [
     (["-t", "65"], r"-t 65 is above the model's longest sequence, 64: lower -t"),
     (["-i", "data_train.bin"], r"-i data_train.bin names files of training data: .* with -j"),
-    (["-d", "3200"], r"-d 3200 is more than the 2000 tokens of data, .*: lower -d, or .* with -x"),
+    (["-d", "3200"], r"takes 100 batches \(-d 3200\), and data has 62, .*: lower -d, or .* with -x"),
     (["-i", "nowhere"], r"nowhere_train.bin: no such file; get data"),
     (["-e", "nonsense"], r"nonsense: no such file or directory; .*-e d12"),
     (["-e", "layers=2,heads=3"], r"-e layers=2,heads=3: channels=… is missing; .*channels=768"),
@@ -356,6 +385,41 @@ VALUES = [
 @pytest.mark.parametrize("flags, message", VALUES, ids=[" ".join(flags) for flags, _ in VALUES])
 def test_a_wrong_value_is_refused_in_one_line_with_code_1_before_anything_is_written(refuse_here, flags, message):
     assert re.search(message, refuse_here(*flags))
+
+
+@pytest.mark.parametrize("flags, line", [
+    ("-x 4 -u 10 -l 1", "the run ends within its 10 warm-up steps (-u): the learning rate ends at 0.4, not 1"),
+    ("-x 4 -u 4 -k cosine", "the warm-up (-u) takes the whole run, so the learning rate does not decay (-k)"),
+    ("-x 10 -u 9 -k wsd -l 1 -q 0.5", "the warm-up (-u) ends at step 9, after wsd's decay has begun at step 8: "
+     "the learning rate falls at once from 1 to 0.646447"),
+    ("-x 1 -q 0.1", "-q does nothing: -k constant does not decay"), ("-x 1 -z", "-z does nothing: there is one GPU"),
+    ("-x 1 -v 0 -m 3", "-m does nothing: -v 0 switches validation off"),
+    ("-x 1 -v 0 -j x", "-j does nothing: -v 0 switches validation off"),
+    ("-x 1 -s 0 -g 9", "-g does nothing: -s 0 samples never"),
+    ("-x 1 -s 9 -g 0", "-s does nothing: -g 0 samples no token"),
+    ("-x 1 --raw-tokens uint16", "--raw-tokens does nothing: each file of tokens says its own type"),
+    ("-x 4 -u 4", ""), ("-x 10 -u 8 -k wsd -q 0.1", ""), ("-x 0 -u 5 -k linear -s 0 -g 0 -v 1 -m 1", ""),
+])  # fmt: skip
+def test_a_flag_that_does_nothing_or_not_what_it_says_gets_a_line(flags, line, folder, run_here):
+    out = run_here(folder, *flags.split())
+    assert out.partition("+-----")[0] == (line and line + "\n")
+
+
+def test_without_t_a_sequence_is_as_long_as_the_model_takes_and_at_most_1024(folder, trainer_here):
+    write_model(folder / "short.bin", ONE_LAYER, np.zeros(num_parameters(ONE_LAYER), np.float32))
+    save = ["-b", "1", "-x", "1", "-v", "0", "-s", "0", "--device", folder.name.partition(".")[0]]
+    small = "layers=1,heads=1,channels=8"
+    for model, T in ("short.bin", 32), (f"{small},maxT=20", 20), (small, 1024):
+        flags = ["-i", "data", "-e", model, "--checkpoint-dir", f"run{T}", *save]
+        for again in [], ["-y", "1"]:
+            out, _ = trainer_here(GPT2, folder, [*flags, *again])
+            assert f"| {'sequence length T':21} | {T:<50} |" in out
+
+
+def test_log_every_prints_and_logs_fewer_steps(folder, run_here):
+    out = run_here(folder, "-x", "10", "--log-every", "4", "-o", "run.log", "-v", "0", "-s", "0")
+    assert list(steps_of(out)) == [1, 4, 8, 10]
+    assert read_log(folder / "run.log")["trl"][0].tolist() == [0, 3, 7, 9]
 
 
 class Turing(CpuDevice):

@@ -27,7 +27,9 @@ WARM_UP = 10  # steps
 def llmc_command(binary: Path, directory: Path, workload: Workload, steps: int) -> list[str]:
     """The command that runs an llm.c trainer, in a directory with the model and token files in it, with the flags that
     its usage has. Raises UserError for what it cannot run."""
-    usage = subprocess.run([binary, "--help"], cwd=directory, capture_output=True, text=True, timeout=60)
+    usage = subprocess.run(
+        [binary, "--help"], cwd=directory, capture_output=True, encoding="utf-8", errors="replace", timeout=60
+    )
     flags = set(re.findall(r"^\s*-(\w) ", usage.stdout + usage.stderr, re.M))
     if device.floatX == device.BF16 and "e" not in flags:
         raise UserError(f"{binary}: takes no -e, so it trains in fp32 alone: leave --precision bf16 out")
@@ -60,7 +62,7 @@ def run_llmc(binary: Path, workload: Workload, directory: Path, steps: int) -> N
     least, milliseconds, losses, last = free, [], [], "nothing"
     # C's stdout would be flushed in blocks of some pages where it is no terminal.
     with subprocess.Popen(
-        ["stdbuf", "-oL", *command], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ["stdbuf", "-oL", *command], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
         errors="replace",
     ) as process:
         for line in process.stdout:

@@ -61,7 +61,7 @@ def print_scaling(args: argparse.Namespace) -> None:
 def measure(flags: list[str], gpus: int) -> dict:
     """What `time_only` prints for these flags."""
     command = [sys.executable, str(Path(__file__).parent), "scaling", *flags, "--gpus", str(gpus), "--only"]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    result = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", errors="replace")
     if result.returncode:
         print(flush=True)  # ends the row
         raise UserError(f"{' '.join(flags)} does not run on {gpus} GPU{'s' * (gpus > 1)}: see above")

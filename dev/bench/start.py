@@ -26,7 +26,8 @@ def seconds_to_first_step(command: list[str], environment: dict[str, str]) -> fl
     """Runs a training and returns when its first step was printed. Raises UserError where there is none."""
     started = time.perf_counter()
     process = subprocess.Popen(
-        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
+        errors="replace",
     )
     last, took = "no output", None
     for line in process.stdout:

@@ -168,15 +168,15 @@ def release_memory() -> None:
 def resident_mebibytes(peak: bool) -> float:
     """The process's resident memory, or its peak since `reset_peak`. Not a number where the system does not tell."""
     try:
-        found = re.search(rf"^{'VmHWM' if peak else 'VmRSS'}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-        return int(found[1]) / 1024
+        status, name = Path("/proc/self/status").read_text("utf-8"), "VmHWM" if peak else "VmRSS"
+        return int(re.search(rf"^{name}:\s*(\d+) kB", status, re.M)[1]) / 1024
     except (OSError, TypeError):
         return float("nan")
 
 
 def reset_peak() -> None:
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", "utf-8")
     except OSError:
         pass
 

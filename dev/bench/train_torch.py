@@ -25,7 +25,7 @@ from llmc.model.weights import randomize
 from llmc.run.arguments import Parser, parse_arguments
 from llmc.run.logger import Logger
 from llmc.run.report import print_validation
-from llmc.run.settings import FIRST_SEED, check_flags, make_settings
+from llmc.run.settings import FIRST_SEED, check_flags, make_settings, with_length
 
 import numpy as np
 import torch
@@ -45,7 +45,6 @@ def main(arguments: list[str] | None = None) -> None:
     chosen, flags = parser.parse_known_args(arguments)
     kind = SCRIPTS[chosen.script]
     args = parse_arguments(kind.Config, flags)
-    check_flags(args)
     if args.attention == "relu":
         raise UserError("-a relu: PyTorch has no such attention")
     if args.precision == "fp8":
@@ -58,6 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     config, tensors = described, None
     if config is None:
         config, tensors = read_model(model_path(args.model), kind.Config, kind.Config.fetch_or_start())
+    args = with_length(args, config)
+    check_flags(args)
     model = build_torch_model(config, "sdpa")
     model.load(first_weights(kind, config, FIRST_SEED if args.seed is None else args.seed) if described else tensors)
     model.to(where)
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     B, T = args.batch_size, args.sequence_length
     train_loader = DataLoader(args.data, "train", B, T, config.vocab_size, args.seed, args.raw_tokens)
     val_loader = DataLoader(args.val_data or args.data, "val", B, T, config.vocab_size, raw_tokens=args.raw_tokens)
-    settings = make_settings(args, 0, train_loader.num_tokens, val_loader.num_batches)
+    settings = make_settings(args, 0, train_loader.num_batches, val_loader.num_batches)
     steps, count = settings.steps, settings.val_batches
     text_bytes = tokenizer.text_bytes(config.vocab_size) if tokenizer else lambda inputs, targets: 0
     logger = Logger(args.log)

@@ -61,7 +61,7 @@ class ShardWriter:
         self.prefix, self.split, self.shard_tokens, self.vocab_size = prefix, split, shard_tokens, vocab_size
         self.dtype = token_format(vocab_size)[2]
         self.progress_file = prefix.with_name(f"{prefix.name}_{split}.progress.json")
-        progress = json.loads(self.progress_file.read_text()) if self.progress_file.exists() else {}
+        progress = json.loads(self.progress_file.read_text("utf-8")) if self.progress_file.exists() else {}
         self.done, self.skip, self.shards = (progress.get(name, 0) for name in ("done", "skip", "shards"))
         self.pending: list[np.ndarray] = []  # tokens that are in no shard yet
         self.pending_size = 0

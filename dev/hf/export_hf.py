@@ -120,7 +120,7 @@ def write_tokenizer(directory: Path, path: Path, tokenizer: Tokenizer, max_seq_l
     if not (directory / "tokenizer_config.json").exists():  # the token for unknown text never comes; CTranslate2 asks
         special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "bos_token": bos, "unk_token": eos}
         special |= {"model_max_length": max_seq_len}
-        (directory / "tokenizer_config.json").write_text(json.dumps(special, indent=2))
+        (directory / "tokenizer_config.json").write_text(json.dumps(special, indent=2), "utf-8")
 
 
 def with_end(ids: int | list[int] | None, eot: int | None) -> int | list[int] | None:
@@ -150,7 +150,7 @@ def write_weights(directory: Path, tensors: list[tuple[str, np.ndarray, tuple]],
             "metadata": {"total_size": itemsize * sum(values.size for _, values, _ in tensors)},
             "weight_map": {key: name for name, file in zip(names, files, strict=True) for key, _, _ in file},
         }
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
 
 
 def write_safetensors(path: Path, tensors: list[tuple[str, np.ndarray, tuple]], dtype: str) -> None:
@@ -216,7 +216,7 @@ def export(path: Path, out: Path, given: Path | None, dtype: str = "fp32") -> No
                     generation.write_text(json.dumps(kept | {"eos_token_id": ends}, indent=2), encoding="utf-8")
             if tokenizer:
                 write_tokenizer(part, tokenizer_path, tokenizer, config.max_seq_len)
-            (part / "config.json").write_text(json.dumps(content, indent=2))
+            (part / "config.json").write_text(json.dumps(content, indent=2), "utf-8")
             os.replace(part, out)
         finally:
             shutil.rmtree(part, ignore_errors=True)

@@ -60,7 +60,7 @@ def main() -> None:
             device.synchronize()
         return
     counted = kept_counts() if args.ours else counts_of_ncu()
-    recorded = {row["launcher"] for row in json.loads(KEPT.read_text())["rows"]} if args.ours else None
+    recorded = {row["launcher"] for row in json.loads(KEPT.read_text("utf-8"))["rows"]} if args.ours else None
     use_microscope()
     rows, at = [], iter(counted)
     for launcher, precision in RUNS:
@@ -81,7 +81,7 @@ def main() -> None:
         raise UserError("ncu saw more kernels than the microscope")
     if not args.ours:
         device.use("cuda")
-    machine = json.loads(KEPT.read_text())["machine"] if args.ours else device.name
+    machine = json.loads(KEPT.read_text("utf-8"))["machine"] if args.ours else device.name
     kept = {"machine": machine, "rows": rows}
     with replacing(KEPT) as file:
         file.write(json.dumps(kept, indent=None).replace("}, {", "},\n{").encode() + b"\n")
@@ -100,7 +100,7 @@ def name_of(launcher: str, precision: str) -> str:
 def kept_counts() -> list[tuple[str, dict[str, int]]]:
     """What `counts_of_ncu` gave when the comparison was kept."""
     kernels: list[tuple[str, str, dict[str, int]]] = []
-    for row in json.loads(KEPT.read_text())["rows"]:
+    for row in json.loads(KEPT.read_text("utf-8"))["rows"]:
         new = not kernels or kernels[-1][:2] != (row["launcher"], row["kernel"]) or row["counter"] in kernels[-1][2]
         if new:
             kernels.append((row["launcher"], row["kernel"], {}))
@@ -116,7 +116,7 @@ def counts_of_ncu() -> list[tuple[str, dict[str, int]]]:
         ["ncu", "--clock-control", "none", "--csv", "--print-units", "base",
          "--kernel-name", "regex:_kernel(_[0-9]+)?$", "--metrics", ",".join(COUNTERS.values()),
          sys.executable, __file__, "--launch"],
-        capture_output=True, text=True,
+        capture_output=True, encoding="utf-8", errors="replace",
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     if done.returncode or not lines:

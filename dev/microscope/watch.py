@@ -251,7 +251,8 @@ def place_of(frames: list[tuple[str, str]], file: Path) -> Place:
 
 def run_tool(command: list[str], text: str | None = None) -> str:
     try:
-        return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+        done = subprocess.run(command, input=os.fsencode(text or ""), capture_output=True, check=True)
+        return os.fsdecode(done.stdout)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"the microscope needs {command[0]}, which comes with g++'s binutils ({error})") from None
 

@@ -5,6 +5,7 @@ would end the process with a bus error when it is loaded. The folder is this use
 file that is loaded is the open one that was checked.
 """
 
+import fcntl
 import functools
 import hashlib
 import json
@@ -13,12 +14,15 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from device.cache import own_folder, private_folder, refuse_anothers
@@ -27,6 +31,10 @@ from device.errors import UserError
 from device.progress import progress
 
 HERE = Path(__file__).parent
+BUILDING = ".building-"  # folders in which libraries are built, beside these; each is locked while it is in use
+
+running: set[subprocess.Popen] = set()  # compilers
+cancelled = threading.Event()  # set: they are ended
 
 MODES = ("DEBUG", "SANITIZE", "MICROSCOPE")  # LLMC_CPU_DEBUG=1 and so on
 
@@ -66,7 +74,7 @@ def compile_source(path: str | Path, *defines: str) -> Module:
     Raises UserError if there is no compiler, or if the file does not compile (with the compiler's message).
     """
     path = Path(path).resolve()
-    source = path.read_text()
+    source = path.read_text("utf-8")
     fixed = re.search(r"^[ \t]*#[ \t]*define[ \t]+WARP_SIZE[ \t]+32\b", source, re.M)
     warp = 32 if fixed else warp_size()
     with progress.compiling():
@@ -82,13 +90,22 @@ def compile_source(path: str | Path, *defines: str) -> Module:
 
 def compile_all(paths, *defines: str) -> list[Module]:
     """compile_source for several files, as many at a time as there are cores. Returns the modules in the files'
-    order."""
+    order. Ctrl-C, or a file that does not compile, ends the compilers of the others."""
     paths = list(paths)
     progress.expect(len(paths) + 1)
     with progress.compiling():
         _build_runtime()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(lambda path: compile_source(path, *defines), paths))
+    try:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            try:
+                return list(pool.map(lambda path: compile_source(path, *defines), paths))
+            except BaseException:
+                cancelled.set()  # first, for those that begin now
+                for process in list(running):
+                    _end(process)
+                raise
+    finally:
+        cancelled.clear()
 
 
 def _build_runtime() -> Library:
@@ -101,7 +118,7 @@ def _included(path: Path) -> list[Path]:
     """The file and all files that it includes with #include "...", for the cache's key."""
     files = [path]
     for file in files:
-        for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', file.read_text(), re.M):
+        for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', file.read_text("utf-8"), re.M):
             found = (file.parent / name).resolve()
             if found.exists() and found not in files:
                 files.append(found)
@@ -126,16 +143,17 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
     folder_descriptor = None
     try:
         folder_descriptor = private_folder(library.parent, "LLMC_CACHE_DIR")
+        _remove_leftovers(library.parent)
         if found := _whole(library, folder_descriptor):
             return found
-        with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
+        with tempfile.TemporaryDirectory(dir=library.parent, prefix=BUILDING) as folder, _locked(folder):
             built, object_file = os.path.join(folder, "built.so"), os.path.join(folder, "built.o")
             command = [*cxx, *flags, f"-I{HERE}", "-x", "c++", "-c", "-", "-o", object_file]
-            _run(command, make_text([*cxx, *flags]), files[0])
+            _run(command, make_text([*cxx, *flags]), files[0], folder)
             # Linked without the flags of the compilation: with -ffast-math GCC adds start-up code that makes the whole
             # process flush denormal numbers to zero.
             link = [flag for flag in flags if flag.startswith("-fsanitize")] if "SANITIZE" in modes else []
-            _run([*cxx, "-shared", "-pthread", *link, object_file, "-o", built, "-lm"], "", files[0])
+            _run([*cxx, "-shared", "-pthread", *link, object_file, "-o", built, "-lm"], "", files[0], folder)
             if not os.path.exists(built):
                 raise UserError(f"{' '.join(cxx)} has made no library of {files[0]}: set CXX to a C++ compiler")
             content = Path(built).read_bytes()
@@ -217,11 +235,57 @@ def _flags(defines: list[str] | None, modes: list[str]) -> list[str]:
     return [*common, "-Wno-unknown-pragmas", *defines, *further]
 
 
-def _run(command: list[str], text: str, path: Path) -> str:
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{command[0]} cannot compile {path}:", done.stderr.strip())
-    return done.stdout
+@contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Within it a folder is in use."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # where there are no locks, leftovers stay
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache
+def _remove_leftovers(folder: Path) -> None:
+    """Removes the folders of compilations that were killed."""
+    for leftover in folder.glob(f"{BUILDING}*"):
+        with suppress(OSError):
+            if leftover.stat().st_mtime > time.time() - 1:  # it may not be locked yet
+                continue
+            descriptor = os.open(leftover, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(leftover)
+            finally:
+                os.close(descriptor)
+
+
+def _run(command: list[str], text: str, path: Path, folder: str | None = None) -> str:
+    """What a compiler prints for this text. Its temporary files go to the folder. If we are interrupted, it ends."""
+    environment = os.environ | ({"TMPDIR": folder} if folder else {})
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, env=environment, start_new_session=True) as process:
+        running.add(process)
+        try:
+            if cancelled.is_set():
+                _end(process)
+            output, error = process.communicate(os.fsencode(text))  # it has names of files
+        except BaseException:
+            _end(process)
+            raise
+        finally:
+            running.discard(process)
+    if process.returncode:
+        raise UserError(f"{command[0]} cannot compile {path}:", error.decode("utf-8", "replace").strip())
+    return os.fsdecode(output)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a compiler, with the processes that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def installed_compiler() -> tuple[tuple[str, ...], str]:
@@ -235,7 +299,7 @@ def _find_compiler(wish: str) -> tuple[tuple[str, ...], str]:
     for command in [_words("CXX", wish)] if wish.strip() else [["g++"], ["clang++"]]:
         if shutil.which(command[0]):
             try:
-                version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+                version = os.fsdecode(subprocess.run([*command, "--version"], capture_output=True).stdout)
             except OSError as error:
                 raise UserError(f"{command[0]} cannot be run ({error.strerror}): set CXX to a C++ compiler") from None
             return tuple(command), version
@@ -255,7 +319,7 @@ def _words(name: str, value: str) -> list[str]:
 @functools.cache
 def _cpu() -> str:
     """What -march=native depends on."""
-    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    first = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")[0]
     return "\n".join(re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*", first, re.M))
 
 

@@ -15,7 +15,7 @@ KINDS = (
 
 
 def constant(name: str) -> str:
-    return re.search(rf"^{name} = (\w+)", ORACLE.read_text(), re.M)[1]
+    return re.search(rf"^{name} = (\w+)", ORACLE.read_text("utf-8"), re.M)[1]
 
 
 def draw() -> str:

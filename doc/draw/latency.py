@@ -12,7 +12,7 @@ MOST = 4500               # GB/s at its top
 
 
 def draw() -> str:
-    kept = json.loads(KEPT.read_text())
+    kept = json.loads(KEPT.read_text("utf-8"))
     figure = Figure(868, 330, "Latencies, and a copy by the number of warps")
     figure.text(16, 26, f"One load, {kept['device']}", 16, bold=True)
     longest = max(kept["ns"].values())

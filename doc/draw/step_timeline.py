@@ -32,7 +32,7 @@ def lanes(events: list) -> list[tuple[str, int, float, float]]:
 
 
 def draw() -> str:
-    kept = json.loads(KEPT.read_text())
+    kept = json.loads(KEPT.read_text("utf-8"))
     events = lanes(kept["timeline"])
     end = max(begin + duration for _, _, begin, duration in events)
     host_ms = kept["times"]["B 4, T 1024"]["recorded, two streams"][1]

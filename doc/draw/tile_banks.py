@@ -12,7 +12,7 @@ BANKS, LANES, CELL, LEFT, MOST = 32, 32, 25, 70, 4
 
 def constants() -> tuple[int, int, int]:
     """Rows and columns of the Tile, and threads of a row of its block."""
-    text = SOURCE.read_text()
+    text = SOURCE.read_text("utf-8")
     tile = int(re.search(r"constexpr int TILE = (\d+),", text)[1])
     more = int(re.search(r"float at\[TILE\]\[TILE_COLUMNS \+ (\d+)\];", text)[1])
     return tile, tile + more, int(re.search(r"TILE_THREADS = WARP_SIZE > 1 \? (\d+)", text)[1])

@@ -49,7 +49,7 @@ class Batches:
 
     def tokens(self, step: int, i: int) -> np.ndarray:
         """Batch i of a step on the host, (4,B,T): inputs, targets, and the two arrays of `sort_by_token`."""
-        return self.batches[step % 2, i, :-RANDOM_WORDS].reshape(4, self.device_batch.B, self.device_batch.T)
+        return tokens_in(self.batches[step % 2, i], self.device_batch)
 
     def read(self, step: int, i: int) -> None:
         """Reads this rank's batch i into page-locked memory, for `send`, and skips those of the other ranks. If that
@@ -59,14 +59,13 @@ class Batches:
 
     def read_next(self, step: int, i: int) -> None:
         """Reads the loader's next batch, as batch i of a step."""
-        batch, tokens = self.batches[step % 2, i], self.tokens(step, i)
+        tokens = self.tokens(step, i)
         try:
             self.loader.next_batch(tokens[0], tokens[1])
         except UserError as error:
             self.failure = str(error)
             tokens[:2] = 0
-        tokens[2:] = np.reshape(sort_by_token(tokens[0]), (2, *tokens[0].shape))
-        batch[-RANDOM_WORDS:] = random_words(self.device_batch.dropout, step, i * ranks.size() + ranks.rank())
+        complete(self.batches[step % 2, i], self.device_batch, step, i * ranks.size() + ranks.rank())
 
     def stopped(self) -> bool:
         """Never true, but raises UserError if a batch could not be read. For callers that have no other reason to stop
@@ -83,7 +82,7 @@ class Batches:
             self.ends.clear()
         if len(self.ends) == 2:
             self.ends[0].wait()
-        device.copy_in(self.device_batch.memory, self.batches[step % 2, i])
+        self.device_batch.copy_in(self.batches[step % 2, i])
 
     def fetch_losses(self, step: int, i: int) -> None:
         """Starts to copy the losses of batch i of a step to the host."""
@@ -101,7 +100,7 @@ class Batches:
         """Runs one batch, the loader's next, and waits for its losses (B,T). They mean nothing if there is a
         `failure`."""
         self.read_next(0, 0)
-        device.copy_in(self.device_batch.memory, self.batches[0, 0])
+        self.device_batch.copy_in(self.batches[0, 0])
         forward_loss()
         self.fetch_losses(0, 0)
         device.synchronize()
@@ -125,6 +124,32 @@ class Batches:
             return None
         by_rank = ranks.all_gather(own)
         return [by_rank[i % ranks.size()][i // ranks.size()] for i in range(num_batches)]
+
+
+def tokens_in(words: np.ndarray, batch: Batch) -> np.ndarray:
+    """The arrays (4,B,T) of a batch in its words on the host: inputs, targets, and the two of `sort_by_token`."""
+    return words[:-RANDOM_WORDS].reshape(4, batch.B, batch.T)
+
+
+def complete(words: np.ndarray, batch: Batch, step: int, i: int) -> None:
+    """Sets what follows from a batch's inputs, and the random words of batch i of a step, in its words on the host."""
+    tokens = tokens_in(words, batch)
+    tokens[2:] = np.reshape(sort_by_token(tokens[0]), (2, batch.B, batch.T))
+    words[-RANDOM_WORDS:] = random_words(batch.dropout, step, i)
+
+
+def fill_batch(batch: Batch, inputs: np.ndarray, targets: np.ndarray, step: int = 0) -> None:
+    """Fills a batch on the device from integers (B,T) on the host: tokens of the model's vocabulary, and the token
+    after each. step: decides which activations are dropped, if the batch has dropout. Raises UserError if they are
+    not integers of this shape."""
+    for values in map(np.asarray, (inputs, targets)):
+        if values.shape != (batch.B, batch.T) or values.dtype.kind not in "iu":
+            raise UserError(f"a batch takes integers ({batch.B}, {batch.T}), and not {values.dtype} {values.shape}")
+    words = np.empty(batch.memory.size, np.int32)
+    tokens_in(words, batch)[:2] = inputs, targets
+    complete(words, batch, step, 0)
+    batch.copy_in(words)
+    device.synchronize()
 
 
 def validate(

@@ -41,11 +41,11 @@ class DataLoader:
     shuffle_seed: if it is None, batches come in the order of the data. If it is a number (64 bits count), they are
     shuffled, and the order depends only on the seed and the epoch.
 
-    files: the files of the data that have at least one batch. num_tokens: tokens in all of them. num_batches:
-    num_tokens // (B*T), which llm.c calls an epoch. (The loader itself starts again after the last whole batch of the
-    last shard, which may come a little sooner. So if num_tokens is a multiple of B*T, validation over all batches takes
-    the first one twice, as in llm.c.) fingerprint: identifies the data (`fingerprint`). hashes: for each file its
-    identity and the SHA-256 of its tokens, if they are known (`identify`).
+    files: the files of the data that have at least one batch. num_tokens: tokens in all of them. num_batches: the
+    batches that they have, each counted once: an epoch. unused: the tokens of these files that an epoch takes neither
+    as input nor as target. short: the tokens of each file that is shorter than a batch. fingerprint: identifies the
+    data (`fingerprint`). hashes: for each file its identity and the SHA-256 of its tokens, if they are known
+    (`identify`).
 
     Raises UserError, with the name of the file, if one cannot be read, if all are shorter than a batch (B*T + 1
     tokens), or if one has a token that is not below vocab_size. `next_batch` checks large files for such tokens, batch
@@ -65,12 +65,14 @@ class DataLoader:
         longest = max(files, key=lambda file: files[file].size)
         if files[longest].size < B * T + 1:
             raise UserError(
-                f"{longest}: {files[longest].size} tokens are too few for one batch of B {B}, T {T}, "
+                f"{longest}: {files[longest].size} tokens, and that is too few for one batch of B {B}, T {T}, "
                 f"which takes {B * T + 1}; lower -b or -t, or use more data"
             )
         self.files, self.shards = zip(*((f, t) for f, t in files.items() if t.size >= B * T + 1), strict=True)
+        self.short = [tokens.size for tokens in files.values() if tokens.size < B * T + 1]
         self.num_tokens = sum(tokens.size for tokens in self.shards)
-        self.num_batches = self.num_tokens // (B * T)
+        self.num_batches = sum(map(self._batches_in, range(len(self.shards))))
+        self.unused = self.num_tokens - self.num_batches * B * T - len(self.shards)
         self.fingerprint, self.hashes, self._shard = fingerprint(self.shards), None, 0
         self.reset()
 

@@ -1,5 +1,6 @@
 """Which token files a dataset's name stands for: -i and -j take a file, a prefix, a folder or a pattern."""
 
+import re
 from glob import escape, glob
 from pathlib import Path
 
@@ -13,9 +14,9 @@ def find_token_files(name: str | Path, split: str) -> list[Path]:
     """The token files that `name` stands for, in order. split: "train" or "val".
 
     The name of a file stands for this file. Any other name is the first of these for which there are files: a prefix,
-    for `<prefix>_<split>.bin`; a prefix, for the shards `<prefix>_<split>_*.bin`; a folder, for `<split>.bin` in it, as
-    in nanoGPT; a pattern with `*`, `?` or `[`. A `.npy` may take the place of each `.bin`. Raises UserError if there
-    are no files.
+    for `<prefix>_<split>.bin`; a prefix, for the shards `<prefix>_<split>_<number>.bin`; a folder, for `<split>.bin` in
+    it, as in nanoGPT; a pattern with `*`, `?` or `[`. A `.npy` may take the place of each `.bin`. Raises UserError if
+    there are no files.
     """
     if Path(name).is_file():
         return [Path(name)]
@@ -29,6 +30,11 @@ def find_token_files(name: str | Path, split: str) -> list[Path]:
         raise UserError(f"{name}: no such file; {REMEDY}")
     if Path(name).is_dir():
         raise UserError(f"{name}: a folder without {split}.bin; name a dataset in it (-i {name}/PREFIX); {TEXT_REMEDY}")
+    for other in sorted(glob(f"{escape(str(name))}_{split}_*"))[:1]:
+        raise UserError(
+            f"{name}_{split}.bin: no such file, nor {name}_{split}_NUMBER.bin. {other} may be of another dataset: if "
+            "not, name files or a pattern with -i and -j"
+        )
     raise UserError(f"{name}_{split}.bin: no such file; {REMEDY}")
 
 
@@ -48,9 +54,9 @@ def _is_pattern(name: str | Path) -> bool:
 
 def _files_of_split(name: str | Path, split: str) -> list[Path]:
     """The files of a prefix or a folder, if it has any. Raises UserError if it has both a `.bin` and a `.npy`."""
-    for found in f"{name}_{split}", f"{name}_{split}_*", f"{name}/{split}":
-        head, shards = found.removesuffix("*"), "*" * found.endswith("_*")
-        kinds = [sorted(glob(escape(head) + shards + suffix)) for suffix in SUFFIXES]
+    for head, shard in (f"{name}_{split}", ""), (f"{name}_{split}_", "[0-9]+"), (f"{name}/{split}", ""):
+        there = ((suffix, sorted(glob(f"{escape(head)}*{suffix}"))) for suffix in SUFFIXES)
+        kinds = [[file for file in files if re.fullmatch(shard, file[len(head) : -len(end)])] for end, files in there]
         if all(kinds):
             raise UserError(f"{kinds[0][0]} and {kinds[1][0]}: which of them? Name files or a pattern with -i and -j")
         if any(kinds):

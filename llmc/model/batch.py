@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import device
+from device.errors import UserError
 from kernels.dropout import Dropout
 from kernels.encoder import encoder_backward, encoder_forward
 
@@ -17,30 +18,53 @@ class Batch:
     """B sequences of T tokens on the device. All of it comes in one copy, to memory (4 B T + RANDOM_WORDS,), int32:
 
     inputs, targets (B,T)   the tokens, and the token after each
-    by_token                two arrays (B T,), order and count, which sort_by_token of llmc/data/dataloader.py makes for
-                            the embedding's gradient
+    order, count (B T,)     what sort_by_token of llmc/data/dataloader.py makes of the inputs, for the embedding's
+                            gradient (`by_token`)
     random (RANDOM_WORDS,)  what random_words makes for dropout; None in a pass without it
 
-    dropout: the rate and the seed of dropout; None without it. positions, int32 (B,): where each sequence begins in its
-    text; None: at 0, as in training. rows: EmbeddingRows of llmc/ranks/embedding_rows.py, which exchange the
-    embedding's rows among ranks; None on a single rank.
+    fill_batch of llmc/data/batches.py fills all of it from tokens. For forward alone inputs are enough.
+
+    filled: whether order and count are of these inputs. dropout: the rate and the seed of dropout; None without it.
+    positions, int32 (B,): where each sequence begins in its text; None: at 0, as in training. rows: EmbeddingRows of
+    llmc/ranks/embedding_rows.py, which exchange the embedding's rows among ranks; None on a single rank.
     """
 
     def __init__(self, B: int, T: int, dropout: tuple[float, int] | None = None, positions=None):
         self.memory = device.zeros((4 * B * T + RANDOM_WORDS,), np.int32)
-        self.inputs, self.targets, *self.by_token = self.memory[: 4 * B * T].reshape(4, B, T)
-        self.by_token = [array.reshape(-1) for array in self.by_token]
-        self.random = self.memory[4 * B * T :] if dropout else None
-        self.dropout, self.positions = dropout, positions
+        self._inputs, self.targets, *self._order_count = self.memory[: 4 * B * T].reshape(4, B, T)
+        self.dropout, self.positions, self.filled = dropout, positions, False
         self.rows: Any = None
 
     @property
     def B(self) -> int:
-        return self.inputs.shape[0]
+        return self.targets.shape[0]
 
     @property
     def T(self) -> int:
-        return self.inputs.shape[1]
+        return self.targets.shape[1]
+
+    @property
+    def inputs(self):
+        """The inputs' array. Who takes it may write to it, so backward refuses the batch until it is filled again."""
+        self.filled = False
+        return self._inputs
+
+    @property
+    def by_token(self) -> tuple:
+        """inputs (B,T), order and count (B T,). Raises UserError unless all of them were filled together."""
+        if not self.filled:
+            raise UserError("batch.inputs may have been written alone: fill the batch with fill_batch before backward")
+        return self._inputs, *(array.reshape(-1) for array in self._order_count)
+
+    @property
+    def random(self):
+        return self.memory[-RANDOM_WORDS:] if self.dropout else None
+
+    def copy_in(self, words: np.ndarray) -> None:
+        """Starts to copy the whole batch, as it lies in memory, from the host. It must not change until
+        `device.synchronize`."""
+        device.copy_in(self.memory, words)
+        self.filled = True
 
 
 def random_words(dropout: tuple[float, int] | None, step: int, i: int) -> np.ndarray:
@@ -57,7 +81,7 @@ def embedding_forward(out, batch: Batch, wte, wpe, B: int, T: int, C: int, dropo
     these have updated them."""
     if batch.rows:
         batch.rows.gather(wte, C)
-    encoder_forward(out, batch.inputs, wte, wpe, B, T, C, dropout, batch.positions)
+    encoder_forward(out, batch._inputs, wte, wpe, B, T, C, dropout, batch.positions)
 
 
 def embedding_backward(dwte, dwpe, dout, batch: Batch, B: int, T: int, C: int) -> None:
@@ -66,4 +90,4 @@ def embedding_backward(dwte, dwpe, dout, batch: Batch, B: int, T: int, C: int) -
     if batch.rows and batch.rows.deferred:
         batch.rows.keep(dwpe, dout, C)
     else:
-        encoder_backward(dwte, dwpe, dout, batch.inputs, *batch.by_token, B, T, C)
+        encoder_backward(dwte, dwpe, dout, *batch.by_token, B, T, C)

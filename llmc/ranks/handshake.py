@@ -66,7 +66,7 @@ def find_secret(env: Mapping[str, str]) -> bytes:
 def make_secret(path: str) -> None:
     """Makes the file of the secret, unless another rank does so first."""
     part = f"{path}.{secrets.token_hex(8)}"
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32))
     try:
         with suppress(FileExistsError):

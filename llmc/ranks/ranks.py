@@ -35,7 +35,7 @@ def meet() -> None:
     if _group is not None or place is None:
         return
     if place.rank > 0:
-        sys.stdout = nowhere = open(os.devnull, "w")
+        sys.stdout = nowhere = open(os.devnull, "w", encoding="utf-8")
         atexit.register(nowhere.close)
     _group = Group(place, find_secret(os.environ), listener)
 

@@ -113,12 +113,14 @@ def a_path(text: str) -> Path:
 
 
 class Once(argparse.Action):
-    """Stores the value of a flag, and refuses a second one, unless in this parser the last counts."""
+    """Stores the value of a flag. Refuses a second one, or notes it if in this parser the last counts."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
-        if option_string and self.dest in parser.given and not parser.last_counts:
-            several = ", with all its values behind it" if self.nargs == "+" else ""
-            raise argparse.ArgumentError(self, f"its value is given twice: give it once{several}")
+        if option_string and self.dest in parser.given:
+            if not parser.last_counts:
+                several = ", with all its values behind it" if self.nargs == "+" else ""
+                raise argparse.ArgumentError(self, f"its value is given twice: give it once{several}")
+            parser.repeated.append(option_string)
         parser.given.add(self.dest)
         setattr(namespace, self.dest, values)
 
@@ -126,7 +128,8 @@ class Once(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """A parser that refuses a wrong flag in one line.
 
-    given: the names of the values that the arguments set. last_counts: whether a flag may be given again."""
+    given: the names of the values that the arguments set. last_counts: whether a flag may be given again. repeated: the
+    flags that were."""
 
     last_counts = False
 
@@ -136,6 +139,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         self.given: set[str] = set()
+        self.repeated: list[str] = []
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -187,7 +191,7 @@ attention, the classifier and small products are in bf16 there.""",
         allow_abbrev=False,
     )
 
-    parser.last_counts = True  # `make train` puts ARGS behind its own flags; the table at the start says what counts
+    parser.last_counts = True  # flags behind a shell's $FLAGS replace those in it; a line at the start says so
 
     def group(title: str, *rows: tuple) -> None:
         section = parser.add_argument_group(title)
@@ -214,7 +218,7 @@ attention, the classifier and small products are in bf16 there.""",
     group(
         "batches",
         ("-b --batch-size", positive, 4, "B", "sequences a batch (%(default)s)"),
-        ("-t --sequence-length", positive, 1024, "T", "tokens a sequence (%(default)s)"),
+        ("-t --sequence-length", positive, None, "T", "tokens a sequence (as many as the model takes, at most 1024)"),
         ("-d --total-batch-size", positive, None, "TOKENS", "tokens an update, by accumulating gradients (GPUs*B*T)"),
         ("--recompute", on_off, False, "0|1", "keep only each layer's input, and run the layer again in backward (0)"),
         ("--logit-rows", natural, None, "N", "positions with logits at a time (all; 1024 if those do not fit)"),
@@ -247,6 +251,7 @@ attention, the classifier and small products are in bf16 there.""",
         ("-v --val-every", natural, 20, "N", "steps between validations; 0: none (%(default)s)"),
         ("-m --val-max-batches", positive, 20, "N", "validation batches at most (%(default)s)"),
         ("-s --sample-every", natural, 20, "N", "steps between samples; 0: none (%(default)s)"),
+        ("--log-every", positive, 1, "N", "steps between those that are printed and logged (%(default)s)"),
         ("-g --sample-tokens", natural, 64, "N", "tokens to sample (%(default)s)"),
         ("--tensorboard", a_name, None, "DIR", "write losses, rate, norm, speed and samples for TensorBoard"),
         ("--hellaswag", a_name, None, "FILE", "score this HellaSwag file at each validation"),
@@ -274,15 +279,15 @@ def parse_arguments(
     beta2: float = 0.999,
 ) -> argparse.Namespace:
     """The flags of the program that trains models of these sizes (`make_parser`). `given` has the names of those that
-    the user gave. Opens nothing and changes nothing. Exits with code 2 for a wrong flag. Raises UserError for a wrong
-    description of a model, and for a flag about checkpoints without a place for them. (settings.py checks what depends
-    on more than the flags.)"""
+    the user gave, `repeated` the flags whose earlier values do not count. Opens nothing and changes nothing. Exits with
+    code 2 for a wrong flag. Raises UserError for a wrong description of a model, and for a flag about checkpoints
+    without a place for them. (settings.py checks what depends on more than the flags.)"""
     parser = make_parser(config, script, precision, beta2)
     args = parser.parse_args(arguments)
-    args.given = frozenset(parser.given)
+    args.given, args.repeated = frozenset(parser.given), parser.repeated
     config.described(args.model)  # refuses a wrong description before anything takes time
-    if (args.resume or args.checkpoint_every or args.best) and not args.checkpoint_dir:
-        raise UserError("-y, -n and --best need to know where checkpoints are: add --checkpoint-dir")
+    if (args.resume or args.checkpoint_every or args.keep or args.best) and not args.checkpoint_dir:
+        raise UserError("-y, -n and --best need to know where checkpoints are, and so does -nk: add --checkpoint-dir")
     if args.resume and args.dry_run:
         raise UserError("--dry-run does not read a checkpoint's flags: leave -y out, and name the checkpoint with -e")
     if args.memory and not args.dry_run:

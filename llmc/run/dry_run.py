@@ -12,7 +12,7 @@ from llmc.model.activations import choose_attention
 from llmc.model.model import Model
 from llmc.model.tensors import num_parameters
 from llmc.ranks import ranks
-from llmc.run.settings import check_flags, check_length, check_model_flags
+from llmc.run.settings import check_flags, check_length, check_model_flags, with_length
 from llmc.run.table import print_table
 from llmc.step.memory import (
     CHUNK,
@@ -31,11 +31,12 @@ def dry_run(kind: type[Model], args: Namespace) -> None:
     GPU whose memory is --memory, or into what this one has free. Raises UserError for flags that a run on one GPU
     would refuse, too."""
     device.use(args.device)
-    check_flags(args)
-    check_model_flags(kind, args, recorded={})
     config = kind.Config.described(args.model)
     if config is None:
         config = read_model_header(model_path(args.model), kind.Config, kind.Config.fetch_or_start())
+    args = with_length(args, config)
+    check_flags(args)
+    check_model_flags(kind, args, recorded={})
     check_length(args, config)
     device.use_precision(args.precision)
     attention = choose_attention(args.attention, config.head_size)

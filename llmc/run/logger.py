@@ -24,6 +24,7 @@ import device
 from device.errors import UserError, first_line
 from llmc.files.directory import Lock, why
 from llmc.files.files import check_directory, open_file
+from llmc.ranks import ranks
 from llmc.run.program import Output
 from llmc.run.settings import Settings
 
@@ -40,6 +41,8 @@ FIGURES = {  # the figures of a step: their names in the log, if they go there, 
     "tokens_per_second": (None, "speed/tokens_per_second"),
     "percent_of_peak": (None, "speed/MFU_percent"),
 }
+
+Report = Callable[[int, dict[str, float]], None]  # of the figures of a step
 
 STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}  # to be opened anew, a file would be written from its beginning
 
@@ -183,11 +186,15 @@ class TensorBoard(Reports):
 
 
 class Logs:
-    """Where a run's figures go: the log, TensorBoard's events, and the reader of its output. The reader may leave if
-    the run also has a log, events or checkpoints."""
+    """Where a run's figures go: the log, TensorBoard's events, `report`, and the reader of its output. The reader may
+    leave if the run also has a log, events or checkpoints.
 
-    def __init__(self, settings: Settings):
+    report: is called with the step and its FIGURES, by name, as soon as they are known; on rank 0 alone.
+    """
+
+    def __init__(self, settings: Settings, report: Report | None = None):
         flags = settings.flags
+        self.report = report if ranks.rank() == 0 else None
         self.tensorboard = TensorBoard(flags.tensorboard, settings.first_step)
         device.compile_all()
         self.logger = Logger(flags.log, settings.first_step)
@@ -195,9 +202,11 @@ class Logs:
         self.output = Output(sys.stdout, " and ".join(str(place) for place in places if place))
 
     def log(self, step: int, **figures: float | None) -> None:
-        """Writes these of FIGURES to both. None is left out."""
+        """Writes these of FIGURES to all of them. None is left out."""
         self.logger.log(step, **figures)
         self.tensorboard.log(step, **figures)
+        if self.report:
+            self.report(step, {name: value for name, value in figures.items() if value is not None})
 
     def close(self) -> None:
         self.logger.close()
@@ -205,9 +214,10 @@ class Logs:
 
     def raise_what_is_lost(self) -> None:
         """Raises UserError if lines or events could not be written."""
-        for reports, what in ((self.logger, "lines"), (self.tensorboard, "events")):
+        for reports, what in ((self.logger, "line"), (self.tensorboard, "event")):
             if reports.lost:
-                raise UserError(f"{reports.path} lacks {reports.lost} {what} that could not be written")
+                lost = f"{reports.lost} {what}{'s' * (reports.lost > 1)}"
+                raise UserError(f"{reports.path} lacks {lost} that could not be written")
 
 
 def _open(path: str, flags: int) -> int:

@@ -86,7 +86,7 @@ def run_program(
     one line says so, too, and names the last checkpoint.
     """
     if sys.stdout is None:  # the caller has closed it
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     sys.stdout.reconfigure(errors="replace")  # the terminal may lack characters of a text
     sys.stdout = stdout = Stdout(sys.stdout)
     try:

@@ -9,7 +9,7 @@ import device
 from llmc.data.batches import Batches
 from llmc.model.tensors import flops_per_token
 from llmc.ranks import ranks
-from llmc.run.logger import Logs
+from llmc.run.logger import Logs, Report
 from llmc.run.peak import percent_of_peak
 from llmc.run.saver import NonfiniteGuard, Saver
 from llmc.run.settings import Settings
@@ -27,9 +27,11 @@ class Reporter:
     norms (2,4): adamw.grad_norm after the updates of two steps; step n's is in norms[n % 2].
     """
 
-    def __init__(self, training: Training, batches: Batches, settings: Settings, skipped: int):
+    def __init__(
+        self, training: Training, batches: Batches, settings: Settings, skipped: int, report: Report | None = None
+    ):
         self.training, self.batches, self.settings = training, batches, settings
-        self.logs, self.timer = Logs(settings), StepTimer()
+        self.logs, self.timer = Logs(settings, report), StepTimer()
         self.guard = NonfiniteGuard(settings.flags.skip_nonfinite, skipped)
         self.running, self.norms = None, device.pinned((2, 4), np.float32)
 
@@ -62,10 +64,11 @@ class Reporter:
         flops = s.step_tokens * flops_per_token(self.training.model.config, s.T)
         percent = percent_of_peak(flops / ranks.size(), ms)
         shown = norm if s.flags.grad_clip else None
-        print_step(step + 1, s.steps, loss, shown, rate, ms, self.timer.recent_average(), speed, percent)
-        self.logs.log(
-            step, train_loss=loss, norm=shown, learning_rate=rate, tokens_per_second=speed, percent_of_peak=percent
-        )
+        if s.reports(step):
+            print_step(step + 1, s.steps, loss, shown, rate, ms, self.timer.recent_average(), speed, percent)
+            self.logs.log(
+                step, train_loss=loss, norm=shown, learning_rate=rate, tokens_per_second=speed, percent_of_peak=percent
+            )
         if isfinite(norm) and not overflow:
             self.guard.in_a_row = 0
             return

@@ -23,6 +23,7 @@ from llmc.model.fp8 import in_bf16
 from llmc.model.model import Model
 from llmc.ranks import collectives, ranks
 from llmc.run import program
+from llmc.run.logger import Report
 from llmc.run.report import Reporter
 from llmc.run.saver import Saver
 from llmc.run.settings import Settings, make_settings
@@ -47,6 +48,8 @@ class Run:
     saver        checkpoints
     reporter     what is printed and logged of the steps
 
+    report is called with the figures of each step (`Logs`).
+
     To make a Run compiles the kernels and prints the start-up table. Raises UserError for anything that is wrong with
     flags and files, before anything is written. Use it in a with block; the reader of the block's output may leave. The
     end of the block ends the run: with UserError if data could not be read, or if the last checkpoint, lines of the log
@@ -54,7 +57,7 @@ class Run:
     the run.
     """
 
-    def __init__(self, kind: type[Model], args: Namespace):
+    def __init__(self, kind: type[Model], args: Namespace, report: Report | None = None):
         # First what can be refused soon. The lock comes before any look at the checkpoints: the run that has the
         # directory may be writing its last one.
         device.use(args.device, ranks.local_rank())
@@ -66,20 +69,24 @@ class Run:
         collectives.start()  # gloo takes two seconds to import
         self.training, flags, state = build_training(kind, flags, text, origin)
         data = open_data(flags, self.training.model.config.vocab_size, origin.checkpoint, state)
-        val_batches = data.val.num_batches if data.val else 0
-        self.settings = make_settings(flags, state.get("step", 0), data.train.num_tokens, val_batches)
+        epoch, val_batches = data.train.num_batches, data.val.num_batches if data.val else 0
+        if state and flags.max_steps is None:  # an old checkpoint, whose run counted an epoch as llm.c does
+            epoch = data.train.num_tokens // (flags.batch_size * flags.sequence_length)
+        self.settings = make_settings(flags, state.get("step", 0), epoch, val_batches)
         if args.checkpoint_dir:
             ranks.of_rank_0(data.train.identify)  # which reads all training data, unless the checkpoint knows it
 
         # Last the parts that take their orders from the settings.
         training, s = self.training, self.settings
         self.batches = Batches(training.batch, training.acts.losses, data.train, s.batches)
-        self.stop = StopRequest(several=ranks.size() > 1)
         self.validation = Validation(training, s, data.val, data.questions, text.tokenizer)
         self.samples = make_samples(training, s, text.tokenizer, state)
         self.saver = make_saver(training, s, data.train, text, origin, state, lock)
         self.validation.lowest = self.saver.lowest_loss(self.validation.measure)
-        self.reporter = Reporter(training, self.batches, s, state.get("skipped", 0))
+        self.reporter = Reporter(training, self.batches, s, state.get("skipped", 0), report)
+        self.stop = StopRequest(several=ranks.size() > 1)  # until now the kernels were compiled, which Ctrl-C ends
+        for line in s.without_effect(data.raw):
+            print(line)
         self.reporter.begin(run_table(s, training, data, text.path, origin.checkpoint))
 
     # What the loop of `train` calls, in the order in which it does
@@ -165,6 +172,7 @@ class Run:
             self.reporter.logs.output.__exit__(kind, error, trace)
         if kind is None:
             self.finish()
+        self.stop.release()
 
     def finish(self) -> None:
         """Takes leave of the other ranks, and says what could not be written."""

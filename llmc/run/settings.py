@@ -36,9 +36,10 @@ OF_OLD_CHECKPOINTS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 
 # Flags that need not be the same on all ranks. They name files that may lie in another place on each machine, or files
 # that only rank 0 uses.
-OF_A_RANK = ("data", "val_data", "model", "log", "hellaswag", "tensorboard", "gpus", "given")
+OF_A_RANK = ("data", "val_data", "model", "log", "hellaswag", "tensorboard", "gpus", "given", "repeated")
 
 FIRST_SEED = 1337  # of weights and samples, unless a seed is given
+DEFAULT_LENGTH = 1024  # of a sequence at most, unless -t is given: llm.c's
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ class Settings:
         every = self.flags.val_every
         return every > 0 and (step == self.steps or step % every == 0)
 
+    def reports(self, step: int) -> bool:
+        """Whether a step is printed and logged; the first and the last always are."""
+        return step in (self.first_step, self.steps - 1) or (step + 1) % self.flags.log_every == 0
+
     def samples(self, step: int) -> bool:
         """Whether the run samples before this step; it does so at the end, too. -s 0 or -g 0: never."""
         every = self.flags.sample_every
@@ -84,9 +89,41 @@ class Settings:
         every = self.flags.checkpoint_every
         return step == self.steps or every > 0 and step % every == 0
 
+    def without_effect(self, raw: bool) -> list[str]:
+        """A line for each flag that was given and does nothing, or not what it seems to. raw: whether a file of the
+        data has no header."""
+        flags, schedule, warmup = self.flags, self.schedule, self.flags.warmup
+        rate = flags.learning_rate
+        idle = [
+            ("final_fraction", flags.schedule == "constant", "-q does nothing: -k constant does not decay"),
+            ("zero_stage", ranks.size() == 1, "-z does nothing: there is one GPU"),
+            ("val_data", not flags.val_every, "-j does nothing: -v 0 switches validation off"),
+            ("val_max_batches", not flags.val_every, "-m does nothing: -v 0 switches validation off"),
+            ("sample_tokens", flags.sample_tokens and not flags.sample_every, "-g does nothing: -s 0 samples never"),
+            ("sample_every", flags.sample_every and not flags.sample_tokens, "-s does nothing: -g 0 samples no token"),
+            ("raw_tokens", not raw, "--raw-tokens does nothing: each file of tokens says its own type"),
+        ]
+        lines = [f"{flag} stands behind another value of the same flag: the last counts" for flag in flags.repeated]
+        lines += [line for name, does_nothing, line in idle if does_nothing and name in flags.given]
+        if 0 < self.steps < warmup:
+            last = schedule.get_learning_rate(self.steps - 1)
+            lines.append(
+                f"the run ends within its {warmup} warm-up steps (-u): the learning rate ends at {last:g}, not {rate:g}"
+            )
+        elif flags.schedule != "constant" and 0 < self.steps == warmup:
+            lines.append("the warm-up (-u) takes the whole run, so the learning rate does not decay (-k)")
+        elif flags.schedule == "wsd" and warmup > schedule.decay_start:
+            after = schedule.get_learning_rate(warmup)
+            lines.append(
+                f"the warm-up (-u) ends at step {warmup}, after wsd's decay has begun at step {schedule.decay_start}: "
+                f"the learning rate falls at once from {rate:g} to {after:g}"
+            )
+        return lines
+
     def recorded(self) -> dict[str, object]:
         """The flags that a checkpoint records, for `resumed_flags`."""
         return {name: getattr(self.flags, name) for name in FIXED + MAY_CHANGE} | {
+            "max_steps": self.steps,
             "seed": self.shuffle_seed,
             "total_batch_size": self.step_tokens,
             "val_data": None if self.val_data == self.flags.data else self.val_data,
@@ -167,6 +204,12 @@ def check_model_flags(kind: type[Model], flags: Namespace, recorded: dict[str, o
         raise UserError(f"--dropout {flags.dropout:g}: {name} trains without dropout, as llm.c does; {remedy}")
 
 
+def with_length(flags: Namespace, config: Config) -> Namespace:
+    """The flags, and if they have no -t, the one that follows: the model's longest sequence, at most DEFAULT_LENGTH."""
+    length = flags.sequence_length or min(DEFAULT_LENGTH, config.max_seq_len)
+    return Namespace(**vars(flags) | {"sequence_length": length})
+
+
 def check_length(flags: Namespace, config: Config) -> None:
     """Raises UserError if the sequences are too long for the model."""
     if flags.sequence_length > config.max_seq_len:
@@ -186,19 +229,21 @@ def choose_precision(flags: Namespace, before: str | None) -> Namespace:
     if before not in (None, now) and not (flags.attention == "flash" and {before, now} <= {"fp32", "tf32"}):
         why = f", which is what {device.name} has" if now != asked else ""
         print(f"the run was in {before} and goes on in {now}{why}")
+    elif before is None and "precision" in flags.given and now != asked:
+        print(f"{device.name} has no {asked}: the run is in {now}")
     return Namespace(**vars(flags) | {"precision": now})
 
 
-def make_settings(flags: Namespace, first_step: int, train_tokens: int, val_batches: int) -> Settings:
-    """The settings of a run, from its flags and the sizes of its data. Raises UserError if the run would have no step,
-    or fewer than it has already done."""
+def make_settings(flags: Namespace, first_step: int, train_batches: int, val_batches: int) -> Settings:
+    """The settings of a run, from its flags and the number of batches in its data. Raises UserError if the run would
+    have no step, or fewer than it has already done."""
     B, T = flags.batch_size, flags.sequence_length
     step_tokens = flags.total_batch_size or ranks.size() * B * T
-    steps = train_tokens // step_tokens if flags.max_steps is None else flags.max_steps
+    steps = train_batches // (step_tokens // (B * T)) if flags.max_steps is None else flags.max_steps
     if steps == 0 and flags.max_steps is None:
         raise UserError(
-            f"-d {step_tokens} is more than the {train_tokens} tokens of {flags.data}, so an epoch has no step: lower "
-            "-d, or set the number of steps with -x"
+            f"a step takes {step_tokens // (B * T)} batches (-d {step_tokens}), and {flags.data} has {train_batches}, "
+            "so an epoch has no step: lower -d, or set the number of steps with -x"
         )
     if steps > MAX_STEPS:
         raise UserError(f"{steps} steps are more than the {MAX_STEPS} that a run may have: lower -x, or raise -d")

@@ -17,7 +17,7 @@ from llmc.data.hf_tokenizer import named_ends
 from llmc.data.tokenizer import Tokenizer
 from llmc.files.checkpoint import load_checkpoint, model_path
 from llmc.files.checkpoint_dir import checkpoints, newest_checkpoint, read_record
-from llmc.files.model_file import conversion, read_model
+from llmc.files.model_file import conversion, read_model, read_model_header
 from llmc.model.activations import choose_attention
 from llmc.model.adamw import Recipe
 from llmc.model.model import Model
@@ -33,6 +33,7 @@ from llmc.run.settings import (
     choose_precision,
     recorded_flags,
     resumed_flags,
+    with_length,
 )
 from llmc.step.training import Training, make_training
 
@@ -67,6 +68,11 @@ class Data:
     val: DataLoader | None
     questions: EvalLoader | None
 
+    @property
+    def raw(self) -> bool:
+        """Whether a file has no header."""
+        return not all(tokens.offset for loader in (self.train, self.val) if loader for tokens in loader.shards)
+
 
 # A checkpoint or a model
 
@@ -84,13 +90,16 @@ def find_origin(kind: type[Model], args: Namespace) -> tuple[Origin, Namespace]:
         )
     elif args.resume:
         print(f"no checkpoint in {args.checkpoint_dir} yet: starting from the beginning")
+    described = kind.Config.described(flags.model) if checkpoint is None else None
+    source = None if described else model_path(checkpoint or flags.model)
+    if flags.sequence_length is None:
+        flags = with_length(flags, described or read_model_header(source, kind.Config, kind.Config.fetch_or_start()))
     check_flags(flags)
     check_model_flags(kind, flags, recorded)
     flags = choose_precision(flags, recorded.get("precision"))
     if ranks.rank() > 0:
         flags = Namespace(**vars(flags) | {"log": None, "tensorboard": None})
-    random = checkpoint is None and kind.Config.described(flags.model) is not None
-    return Origin(checkpoint, recorded, None if random else model_path(checkpoint or flags.model)), flags
+    return Origin(checkpoint, recorded, source), flags
 
 
 def find_checkpoint(kind: type[Model], args: Namespace) -> tuple[str | None, dict]:

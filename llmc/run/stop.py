@@ -18,13 +18,18 @@ class StopRequest:
     """
 
     def __init__(self, several: bool = False):
-        self.number, self.signals, self.several, self.received = None, [signal.SIGINT, signal.SIGTERM], several, None
+        self.number, self.several, self.received = None, several, None
         self.stopped_before: int | None = None
         self.failure = ""
+        asking = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            self.signals.append(signal.SIGHUP)
-        for number in self.signals:
-            signal.signal(number, self.receive)
+            asking.append(signal.SIGHUP)
+        self.before = {number: signal.signal(number, self.receive) for number in asking}
+
+    def release(self) -> None:
+        """Gives the signals back to those that handled them before the run."""
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     @property
     def name(self) -> str:
@@ -56,6 +61,6 @@ class StopRequest:
                 os.kill(os.getpid(), number)
             return
         self.number, self.received = number, time.monotonic()
-        for each in self.signals if not self.several else []:
+        for each in self.before if not self.several else []:
             again = each == number == signal.SIGHUP
             signal.signal(each, signal.SIG_IGN if again else signal.SIG_DFL)

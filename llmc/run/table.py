@@ -5,6 +5,7 @@ from pathlib import Path
 
 import device
 from device.errors import escaped
+from llmc.data.dataloader import DataLoader
 from llmc.model.tensors import num_parameters, padded
 from llmc.ranks import collectives, ranks
 from llmc.run.settings import Settings
@@ -64,16 +65,17 @@ def run_table(
         [
             ("batch size B", s.B),
             ("sequence length T", s.T),
-            ("batches a step", f"{s.batches * ranks.size()}: {s.step_tokens} tokens"),
-            ("learning rate", f"{args.learning_rate:g}, {args.schedule}, {args.warmup} warm-up steps"),
+            ("batches a step", f"{s.batches * ranks.size()}: {counted(s.step_tokens, 'token')}"),
+            ("learning rate", f"{args.learning_rate:g}, {args.schedule}, {counted(args.warmup, 'warm-up step')}"),
             ("final fraction", args.final_fraction),
             ("weight decay", args.weight_decay),
             ("beta1, beta2, eps", f"{args.beta1:g}, {args.beta2:g}, {args.eps:g}"),
             ("gradient norm", f"at most {args.grad_clip}" if args.grad_clip else "not clipped"),
             *([("dropout", args.dropout)] if args.dropout else []),
-            *([("val every, batches", f"{args.val_every} steps, {s.val_batches}")] if data.val else []),
-            ("sample every, tokens", f"{args.sample_every or 'no'} steps, {args.sample_tokens}"),
-            ("checkpoints", f"{args.checkpoint_dir}, every {args.checkpoint_every} steps, keep {args.keep or 'all'}"
+            *([("val every, batches", f"{counted(args.val_every, 'step')}, {s.val_batches}")] if data.val else []),
+            ("sample every, tokens", f"{counted(args.sample_every or 'no', 'step')}, {args.sample_tokens}"),
+            ("checkpoints", f"{args.checkpoint_dir}, every {counted(args.checkpoint_every, 'step')}, "
+             f"keep {args.keep or 'all'}"
              + (" and the best" if args.best else "") if args.checkpoint_dir else "none"),
             ("seed", s.seed),
         ],
@@ -85,14 +87,31 @@ def run_table(
             ("parameters", num_parameters(config)),
         ],
         [
-            ("train tokens", f"{data.train.num_tokens} ({data.train.num_batches} batches)"),
-            *([("val tokens", f"{data.val.num_tokens} ({data.val.num_batches} batches)")] if data.val else []),
+            *token_rows("train", data.train),
+            *(token_rows("val", data.val) if data.val else []),
             ("steps", f"{s.steps}" if s.first_step == 0 else f"{s.first_step} to {s.steps}"),
         ],
         [(name, f"{megabytes} MiB") for name, megabytes in training.megabytes.items()]
         + [("in all", f"{sum(training.megabytes.values())} MiB")]
         + ([("AdamW's state", f"{offload.bytes >> 20} MiB of the host's memory")] if offload else []),
     ]  # fmt: skip
+
+
+def token_rows(split: str, loader: DataLoader) -> list[tuple[str, object]]:
+    """How many tokens and batches there are, and which tokens are in no batch: the rest of a file, and short files."""
+    files = f" in {len(loader.files)} files" if len(loader.files) > 1 else ""
+    batches = counted(loader.num_batches, "batch")
+    rows: list[tuple[str, object]] = [(f"{split} tokens", f"{loader.num_tokens}{files} ({batches})")]
+    short = sum(loader.short)
+    if left_out := loader.unused + short:
+        files = f", {short} of them in {counted(len(loader.short), 'file')} shorter than a batch" if short else ""
+        rows.append((f"{split} left out", counted(left_out, "token") + files))
+    return rows
+
+
+def counted(number: int | str, noun: str) -> str:
+    """Such as "1 batch" and "2 batches"."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def ranks_and_hosts() -> str:
