@@ -319,7 +319,8 @@ def test_what_a_killed_run_left_goes_at_the_next_start_and_no_link_is_followed(t
     for name in "step_00000002.part", "step_00000000.pruned.part", "best.replaced.part":
         shutil.copytree(run / "step_00000001", run / name)
     shutil.copytree(run / "step_00000001", run / "best")
-    (run / "step_00000002.part" / "link").symlink_to(elsewhere)
+    (run / "step_00000002.part" / "model.bin").unlink()
+    (run / "step_00000002.part" / "model.bin").symlink_to(elsewhere)
     (run / "mine.part").mkdir()
     lock_checkpoints(run).release()
     assert sorted(os.listdir(run)) == ["best", "mine.part", "step_00000001"]

@@ -9,6 +9,8 @@ from typing import Any
 from device.errors import UserError, escaped
 from llmc.data.hf_tokenizer import NEIGHBOURS, HuggingFaceTokenizer
 from llmc.data.tokenizer import STARTER, Tokenizer, byte_tokenizer, gpt2_tokenizer, read_tokenizer
+from llmc.files.directory import why
+from llmc.files.files import read_file
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
@@ -130,7 +132,7 @@ def tokenizer_files(path: Path, prefix: str) -> dict[str, bytes]:
     others = ("tokenizer.json", *NEIGHBOURS) if named or path.suffix == ".json" else ()
     places = {name: path.with_name(old + name) for name in others} | {own: path}
     try:
-        files = {prefix + name: file.read_bytes() for name, file in places.items() if file.is_file()}
+        files = {prefix + name: read_file(file) for name, file in places.items() if file.is_file()}
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror.lower()}") from None
+        raise UserError(f"{error.filename}: {why(error)}") from None
     return {name: content for name, content in files.items() if content}
