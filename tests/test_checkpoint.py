@@ -364,7 +364,7 @@ def test_a_damaged_checkpoint_is_never_passed_over_in_silence(tmp_path, params, 
         file = run / f"step_{step:08d}" / name
         os.truncate(file, 100) if damage == "cut off" else os.unlink(file)
         message = refusal(newest_checkpoint, run)
-        assert re.search(f"{re.escape(str(file))}: .*{remedy}.*remove {file.parent}", message), message
+        assert re.search(f"{re.escape(str(file))}: .*{remedy}.*move {file.parent} away", message), message
         if step > 5:
             shutil.rmtree(file.parent)
 

@@ -37,7 +37,9 @@ def checkpoints(directory: str | Path) -> list[Path]:
     that is being replaced counts until the other is in its place. Raises UserError if the directory cannot be read."""
     directory = Path(directory)
     try:
-        there = sorted(directory.iterdir(), reverse=True) if directory.is_dir() else []
+        there = sorted(directory.iterdir(), reverse=True)
+    except (FileNotFoundError, NotADirectoryError):
+        there = []
     except OSError as error:
         raise UserError(
             f"{directory}: cannot be read ({why(error)}); choose another --checkpoint-dir"
@@ -65,8 +67,8 @@ def remedy_for(path: Path) -> str:
     older = there if path.name == BEST else dropwhile(lambda other: other != path, there)
     for other in older:
         if other != path and is_whole(other):
-            return f"use {other}, which is complete; to resume from it, remove {path}"
-    return f"no older checkpoint is beside it: to start afresh, remove {path}"
+            return f"use {other}, which is complete; to resume from it, move {path} away"
+    return f"no older checkpoint is beside it: to start afresh, move {path} away"
 
 
 def is_whole(path: Path) -> bool:
@@ -86,10 +88,10 @@ def read_record(path: Path) -> dict:
     name = path / "state.json"
     try:
         return load_record(path)
+    except FileNotFoundError:
+        raise UserError(f"{name}: not there, so {path} is not a complete checkpoint; {remedy_for(path)}") from None
     except OSError as error:
-        raise UserError(
-            f"{name}: {why(error)}; {path} is not a complete checkpoint; {remedy_for(path)}"
-        ) from None
+        raise UserError(f"{name}: cannot be read ({why(error)}); try again, or {remedy_for(path)}") from None
     except ValueError as error:
         raise UserError(f"{name}: damaged: {error}; {remedy_for(path)}") from None
 
@@ -163,7 +165,7 @@ def _check_file(file: Path, expected: dict, remedy: str) -> None:
     try:
         found = crc32_of(file)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({why(error)}); {remedy}") from None
+        raise UserError(f"{file}: cannot be read ({why(error)}); try again, or {remedy}") from None
     if found != expected["crc32"]:
         raise UserError(f"{file}: damaged (its CRC-32 is not the recorded one); {remedy}")
 

@@ -85,11 +85,9 @@ class Directory:
 
     def check_in_place(self) -> None:
         """Raises OSError if another directory, which would not have our lock, or none is at the path by now."""
-        try:
+        with suppress(FileNotFoundError, NotADirectoryError):
             if os.path.samestat(os.stat(self.path), os.fstat(self.descriptor)):
                 return
-        except OSError:
-            pass
         raise OSError(errno.ESTALE, f"{self.path} was removed or replaced under the run: put it back")
 
     def names(self) -> list[str]:
@@ -289,8 +287,10 @@ def _lock(descriptor: int, directory: Directory, name: str, place: str | Path) -
     try:
         directory.check_in_place()
         return os.path.samestat(os.fstat(descriptor), directory.stat(name))
-    except OSError:  # the run that had the lock has just removed the file, or the directory
-        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        return False  # the run that had the lock has just removed the file, or the directory
 
 
 def _release(file, directory: Directory, name: str, made: list[Path]) -> None:
