@@ -2,16 +2,37 @@
 any point and goes on from there."""
 
 import json
+import os
+import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dev.data.common import library
-from device.errors import UserError, first_line
+from device.errors import UserError, first_line, say
 from llmc.data.token_file import token_format, write_tokens
+from llmc.files.directory import Lock, why
 from llmc.files.files import replacing
 
 import numpy as np
+
+
+def open_work(work: Path) -> Lock:
+    """Locks the directory in which a dataset is made, and makes it if it is missing. Raises UserError if it has what is
+    not of such work, because all of it is removed in the end."""
+    there = os.listdir(work) if work.is_dir() else []
+    if other := sorted(name for name in there if not re.fullmatch(r"lock|[0-9a-f]{16}", name)):
+        raise UserError(f"{work}: a run removes it, and its {other[0]} is not ours: move it away, or choose another -o")
+    return Lock(work / "lock", work, "-o", make=True)
+
+
+def remove_work(work: Path) -> None:
+    """Removes that directory, and says so if the system refuses: the dataset is complete without it."""
+    try:
+        shutil.rmtree(work)
+    except OSError as error:
+        say(f"{work}: not removed ({why(error)}): it is of no use any more")
 
 
 def load_texts(name: str, split: str, config: str | None, fields: Iterable[str]) -> Any:

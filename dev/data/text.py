@@ -18,7 +18,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 from collections import Counter
@@ -31,12 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 os.environ.setdefault("TQDM_MININTERVAL", "2")
 
 from dev.data import common
-from dev.data.shards import ShardWriter, load_texts
+from dev.data.shards import ShardWriter, load_texts, open_work, remove_work
 from device.errors import UserError, first_line
 from llmc.data.find_tokenizer import open_tokenizer
 from llmc.data.hf_tokenizer import MAX_VOCAB_SIZE, without_surrogates
 from llmc.data.tokenizer import END_OF_TEXT, Tokenizer
-from llmc.files.directory import Lock
 from llmc.files.files import file_size, replacing
 from llmc.run.arguments import Parser, a_path, limited, number, positive, whole_number
 
@@ -308,7 +306,7 @@ def main() -> None:
     if not files:
         raise UserError(f"{args.paths[0]}: no text there; skipped {dict(skipped)}: --suffix .x reads files as text")
     given = None if args.train_tokenizer else common.load_tokenizer(args.tokenizer)
-    lock = Lock(work / "lock", work, "-o", make=True)
+    lock = open_work(work)
     options = {name: value for name, value in vars(args).items() if name not in ("workers", "out")}
     known = [Path(name).read_bytes() for name in (__file__, args.tokenizer) if os.path.isfile(name)]
     about = hashlib.sha256(b"".join([json.dumps([options, files]).encode(), *known])).hexdigest()
@@ -328,14 +326,14 @@ def main() -> None:
                 kind, why = re.findall(r"(?m)^(?:\w+\.)*(\w+): (.+)", str(cause))[0]
             if kind not in ("UserError", "Unsuitable"):
                 raise UserError(f"{work}: {why}; the same command goes on from there") from None
-            shutil.rmtree(work)  # it is of no use
+            remove_work(work)
             raise UserError(why) from None
         with replacing(prefix.with_name(end)) as file:
             file.write(json.dumps(summary, indent=1).encode())
     for path in sorted(prefix.parent.glob(f"{glob.escape(out.name)}_*"), key=lambda path: (path.name == end, path)):
         if path.suffix in (".bin", ".json") and ".progress." not in path.name:
             os.replace(path, out.with_name(path.name))
-    shutil.rmtree(work)
+    remove_work(work)
     lock.release()
     for name, of in (summary := json.loads(out.with_name(end).read_text())).items():
         print(f"{name:14} {', '.join(f'{key} {n}' for key, n in of.items()) if isinstance(of, dict) else of}")

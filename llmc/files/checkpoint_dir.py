@@ -91,7 +91,8 @@ def read_record(path: Path) -> dict:
     except FileNotFoundError:
         raise UserError(f"{name}: not there, so {path} is not a complete checkpoint; {remedy_for(path)}") from None
     except OSError as error:
-        raise UserError(f"{name}: cannot be read ({why(error)}); try again, or {remedy_for(path)}") from None
+        remedy = f"try again; if it stays so, {remedy_for(path)}"
+        raise UserError(f"{name}: cannot be read ({why(error)}); {remedy}") from None
     except ValueError as error:
         raise UserError(f"{name}: damaged: {error}; {remedy_for(path)}") from None
 
@@ -111,10 +112,12 @@ def kept_loss(directory: str | Path, run: str, measure: dict) -> float:
     Raises UserError if BEST is not whole, belongs to another run, or has a loss of other data: then a checkpoint that
     replaces it need not be better.
     """
-    path = Path(directory) / BEST
-    if not exists(path):
-        path = Path(directory) / f"{BEST}{REPLACED}"  # as a save that failed may leave it
-    if not exists(path):
+    places = [Path(directory) / name for name in (BEST, f"{BEST}{REPLACED}")]  # the latter after a save that failed
+    try:
+        path = next(filter(exists, places), None)
+    except OSError as error:
+        raise UserError(f"{places[0]}: cannot be read ({why(error)}); try again, or leave --best out") from None
+    if path is None:
         return math.inf
     remedy = f"move {path} away, or leave --best out"
     if not is_whole(path):
@@ -165,7 +168,7 @@ def _check_file(file: Path, expected: dict, remedy: str) -> None:
     try:
         found = crc32_of(file)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({why(error)}); try again, or {remedy}") from None
+        raise UserError(f"{file}: cannot be read ({why(error)}); try again; if it stays so, {remedy}") from None
     if found != expected["crc32"]:
         raise UserError(f"{file}: damaged (its CRC-32 is not the recorded one); {remedy}")
 

@@ -268,7 +268,7 @@ class Lock:
                     say(f"{place} is in use by {holder}: waiting up to {PATIENCE} s for it to end")
                 time.sleep(0.2)
             self.release = undo = weakref.finalize(self, _release, file, self.directory, path.name, made)
-            file.truncate(0)
+            os.ftruncate(file.fileno(), 0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except OSError as error:
             undo()

@@ -98,7 +98,7 @@ class Logger(Reports):
                     replaced.write("".join(kept).encode())
             self._file = File(where.open(path.name, os.O_WRONLY | os.O_APPEND), "ab")
             if first_step == 0:
-                self._file.truncate(0)
+                os.ftruncate(self._file.fileno(), 0)
         except OSError as error:
             self.close()
             raise UserError(f"{path}: cannot be written ({why(error)}); choose another log file (-o)") from None
@@ -221,7 +221,7 @@ def append(file: BinaryIO, data: bytes) -> None:
     end = file.seek(0, os.SEEK_END) if file.seekable() else None
     if file.write(data) != len(data):
         if end is not None:
-            file.truncate(end)  # a full disk took a part of it
+            os.ftruncate(file.fileno(), end)  # a full disk took a part of it
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
