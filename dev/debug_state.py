@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from device.errors import UserError
-from llmc.files.files import HEADER_BYTES, file_size, make_header, read_header, replacing
+from llmc.files.files import HEADER_BYTES, file_size, make_header, map_file, read_header, replacing
 from llmc.files.magic import DEBUG_STATE
 from llmc.model.tensors import Config, num_parameters
 
@@ -28,7 +28,7 @@ def read_debug_state(path: str | Path, config: Config) -> DebugState:
     sizes = [B * T, B * T, B * T * config.vocab_size, 1, num_parameters(config)]
     if version != 2 or min(B, T) < 1 or file_size(path, REMEDY) != HEADER_BYTES + 4 * sum(sizes):
         raise UserError(f"{path}: damaged, or no debug state of version 2 of this model; {REMEDY}")
-    body = np.memmap(path, dtype="<i4", mode="r", offset=HEADER_BYTES)
+    body = map_file(path, "<i4", HEADER_BYTES)
     x, y, logits, loss, grads = np.split(body, np.cumsum(sizes)[:-1])
     x, y, logits = x.reshape(B, T), y.reshape(B, T), logits.view("<f4").reshape(B, T, -1)
     return DebugState(x, y, logits, float(loss.view("<f4")[0]), grads.view("<f4"))

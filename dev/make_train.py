@@ -34,6 +34,7 @@ from llmc.files.checkpoint_dir import checkpoints, newest_checkpoint
 from llmc.model.tensors import Config, num_parameters
 from llmc.run.arguments import Parser, make_parser
 from llmc.run.program import run_program
+from llmc.run.start import check_goes_on
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")
@@ -98,10 +99,13 @@ def directory_for(name: str, flags: list[str], config: type[Config]) -> tuple[Pa
     """The directory of the run, and its UNFINISHED, locked for as long as it is open. Raises UserError where there can
     be none."""
     try:
+        if RUNS.is_symlink():
+            raise UserError(f"{RUNS}: a link; `make train` writes to no link by itself: name a directory with "
+                            "ARGS=\"--checkpoint-dir DIR\", or remove the link")  # fmt: skip
         RUNS.mkdir(exist_ok=True)
         names = (re.fullmatch(rf"{re.escape(name)}_(\d+)", path.name) for path in RUNS.iterdir())
         found = {int(run[1]): RUNS / run[0] for run in names if run}
-        for number in sorted(found, reverse=True):
+        for number in sorted((n for n, run in found.items() if not run.is_symlink()), reverse=True):
             with suppress(FileNotFoundError):
                 file = open(found[number] / UNFINISHED, "r+", encoding="utf-8")
                 if lock(file) and file.read() == json.dumps(flags) and can_go_on(found[number], flags, config):
@@ -138,6 +142,7 @@ def can_go_on(directory: Path, flags: list[str], config: type[Config]) -> bool:
         if newest:
             sizes, *_, state = load_checkpoint(newest, config)
             shape = args.batch_size, state["loader"]["T"], sizes.vocab_size
+            check_goes_on(newest, state)
             loader = DataLoader(args.data, "train", *shape, args.seed, args.raw_tokens)
             loader.load_state(state["loader"])
             loader.identify()

@@ -1,6 +1,8 @@
-// Preloaded into a process, it sees each call that opens, reads, writes, syncs, renames or removes a file below a
-// folder. It can end the process at one of them, let it fail, and record them all. test_file_calls.py has the rest.
+// Preloaded into a process, it sees each call about a file below a folder: whatever opens, lists, looks up, reads, maps,
+// writes, syncs, renames, removes or closes one. It can end the process at one of them, let it fail, and record those
+// that change something. test_file_calls.py has the rest.
 
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -9,10 +11,11 @@
 #include <stdio.h>
 #include <string.h>
 #include <string>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-static std::string root;
+static std::string root, failed;
 static int number, how, record_to = -1, seen;
 static bool for_good, paused = true;
 
@@ -33,12 +36,13 @@ static void note(const std::string& line) {
 }
 
 // Whether this call has to fail. changes: a letter, r for a call that changes nothing, d for one that frees space, w.
-static bool fails(const std::string& path, char changes) {
+static bool fails(const std::string& path, char changes, const char* call) {
     if (paused || path.compare(0, root.size(), root)) return false;
     seen++;
     bool meant = !for_good || changes == 'w' || (changes == 'd' && how == EROFS);
     if (number == 0 || !meant || (for_good ? seen < number : seen != number)) return false;
     if (how == 0) raise(SIGKILL);
+    failed = std::string(call) + " " + path;
     errno = how;
     return true;
 }
@@ -55,6 +59,7 @@ void calls_watch(const char* below, int at, int error, int forever, int to) {
     root = below, number = at, how = error, for_good = forever, record_to = to, seen = 0, paused = false;
 }
 int calls_pause(int pause) { paused = pause; return seen; }
+const char* calls_failed() { return failed.c_str(); }
 void calls_mark(const char* text) { note(std::string("mark\t") + text); }
 
 #define OPEN_AT(name) \
@@ -64,7 +69,7 @@ void calls_mark(const char* text) { note(std::string("mark\t") + text); }
         int mode = flags & O_CREAT ? va_arg(more, int) : 0; \
         va_end(more); \
         std::string path = path_of(at, file); \
-        if (fails(path, flags & O_CREAT ? 'w' : flags & O_ACCMODE ? 'd' : 'r')) return -1; \
+        if (fails(path, flags & O_CREAT ? 'w' : flags & O_ACCMODE ? 'd' : 'r', "open")) return -1; \
         int fd = REAL(name)(at, file, flags, mode); \
         const std::string what = flags & O_TRUNC ? "truncate\t" : "create\t"; \
         if (flags & (O_CREAT | O_TRUNC)) done(fd >= 0, what + path + "\t0", path); \
@@ -83,15 +88,43 @@ OPEN_AT(openat64)
 OPEN(open, openat)
 OPEN(open64, openat64)
 
-ssize_t read(int fd, void* to, size_t count) { return fails(path_of(fd), 'r') ? -1 : REAL(read)(fd, to, count); }
+// Calls that change nothing: what they return if they fail, and of which file they are.
+#define READER(type, name, parameters, arguments, failure, path) \
+    type name parameters { return fails(path, 'r', #name) ? failure : REAL(name) arguments; }
+READER(ssize_t, read, (int fd, void* to, size_t n), (fd, to, n), -1, path_of(fd))
+READER(ssize_t, pread, (int fd, void* to, size_t n, off_t at), (fd, to, n, at), -1, path_of(fd))
+READER(ssize_t, pread64, (int fd, void* to, size_t n, off64_t at), (fd, to, n, at), -1, path_of(fd))
+READER(void*, mmap, (void* to, size_t n, int p, int f, int fd, off_t at), (to, n, p, f, fd, at), MAP_FAILED, path_of(fd))
+READER(void*, mmap64, (void* to, size_t n, int p, int f, int fd, off64_t at), (to, n, p, f, fd, at), MAP_FAILED,
+       path_of(fd))
+READER(DIR*, opendir, (const char* f), (f), nullptr, path_of(AT_FDCWD, f))
+READER(DIR*, fdopendir, (int fd), (fd), nullptr, path_of(fd))
+READER(dirent*, readdir, (DIR* folder), (folder), nullptr, path_of(dirfd(folder)))
+READER(dirent64*, readdir64, (DIR* folder), (folder), nullptr, path_of(dirfd(folder)))
+READER(int, stat, (const char* f, struct stat* to), (f, to), -1, path_of(AT_FDCWD, f))
+READER(int, stat64, (const char* f, struct stat64* to), (f, to), -1, path_of(AT_FDCWD, f))
+READER(int, lstat, (const char* f, struct stat* to), (f, to), -1, path_of(AT_FDCWD, f))
+READER(int, lstat64, (const char* f, struct stat64* to), (f, to), -1, path_of(AT_FDCWD, f))
+READER(int, fstat, (int fd, struct stat* to), (fd, to), -1, path_of(fd))
+READER(int, fstat64, (int fd, struct stat64* to), (fd, to), -1, path_of(fd))
+READER(int, fstatat, (int at, const char* f, struct stat* to, int flags), (at, f, to, flags), -1, path_of(at, f))
+READER(int, fstatat64, (int at, const char* f, struct stat64* to, int flags), (at, f, to, flags), -1, path_of(at, f))
+
+int close(int fd) {  // one that fails has closed the file all the same
+    bool bad = fails(path_of(fd), 'r', "close");
+    int error = errno, result = REAL(close)(fd);
+    if (!bad) return result;
+    errno = error;
+    return -1;
+}
 
 ssize_t write(int fd, const void* from, size_t count) {
     std::string path = path_of(fd);
     if (how == 0 && number && seen + 1 == number && !paused && path.compare(0, root.size(), root) == 0)
         (void)!REAL(write)(fd, from, count / 2);  // killed in the middle
-    if (fails(path, 'w')) return -1;
+    if (fails(path, 'w', "write")) return -1;
     struct stat about;
-    fstat(fd, &about);
+    REAL(fstat)(fd, &about);
     long start = fcntl(fd, F_GETFL) & O_APPEND ? about.st_size : lseek(fd, 0, SEEK_CUR);
     ssize_t written = REAL(write)(fd, from, count);
     if (record_to >= 0 && written > 0) {
@@ -106,7 +139,7 @@ ssize_t write(int fd, const void* from, size_t count) {
 #define CALL(name, parameters, arguments, changes, path, line) \
     int name parameters { \
         std::string where = path; \
-        if (fails(where, changes)) return -1; \
+        if (fails(where, changes, #name)) return -1; \
         int result = REAL(name) arguments; \
         done(result == 0, std::string(line), where); \
         return result; \

@@ -13,10 +13,12 @@ from conftest import refusal
 from dev.debug_state import DebugState, read_debug_state, write_debug_state
 from device.errors import UserError
 from llmc.files.checkpoint import load_checkpoint, model_path, save_checkpoint
-from llmc.files.checkpoint_dir import checkpoints, lock_checkpoints, newest_checkpoint, prune_checkpoints
+from llmc.files.checkpoint_dir import checkpoints, lock_checkpoints, newest_checkpoint, prune_checkpoints, read_record
+from llmc.files.files import crc32_of
 from llmc.files.model_file import conversion, read_model, read_model_header, write_model
 from llmc.model.tensors import num_parameters
 from llmc.step.generation import model_for_inference
+from models import write_record
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
@@ -319,7 +321,8 @@ def test_what_a_killed_run_left_goes_at_the_next_start_and_no_link_is_followed(t
     for name in "step_00000002.part", "step_00000000.pruned.part", "best.replaced.part":
         shutil.copytree(run / "step_00000001", run / name)
     shutil.copytree(run / "step_00000001", run / "best")
-    (run / "step_00000002.part" / "link").symlink_to(elsewhere)
+    (run / "step_00000002.part" / "model.bin").unlink()
+    (run / "step_00000002.part" / "model.bin").symlink_to(elsewhere)
     (run / "mine.part").mkdir()
     lock_checkpoints(run).release()
     assert sorted(os.listdir(run)) == ["best", "mine.part", "step_00000001"]
@@ -363,7 +366,7 @@ def test_a_damaged_checkpoint_is_never_passed_over_in_silence(tmp_path, params, 
         file = run / f"step_{step:08d}" / name
         os.truncate(file, 100) if damage == "cut off" else os.unlink(file)
         message = refusal(newest_checkpoint, run)
-        assert re.search(f"{re.escape(str(file))}: .*{remedy}.*remove {file.parent}", message), message
+        assert re.search(f"{re.escape(str(file))}: .*{remedy}.*move {file.parent} away", message), message
         if step > 5:
             shutil.rmtree(file.parent)
 
@@ -396,3 +399,52 @@ def test_a_header_of_another_length_than_the_script_says_is_not_written(tmp_path
     with pytest.raises(ValueError, match="train_gpt2_fp32.py: HEADER_BYTES is 2048, header.* has 1024 bytes"):
         write_model(tmp_path / "model.bin", TINY, params)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_no_run_has_made_is_never_removed(tmp_path, params, capsys):
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        save(run, step, params, {"run": "a"})
+    for name in "step_00000004.part", "best.part", "step_00000002.replaced.part", "step_00000009.pruned.part":
+        for inner in ("notes.txt", "model.bin/thesis"):
+            place = run / name
+            (place / inner).parent.mkdir(parents=True)
+            (place / inner).write_text("mine")
+            for what in lambda: lock_checkpoints(run), lambda: save(run, 4, params):
+                said = refusal(what)
+                assert str(place) in said and "is not ours: move it away" in said
+            assert (place / inner).read_text() == "mine"
+            shutil.rmtree(place)
+    (run / "step_00000002" / "notes.txt").write_text("mine")  # in a checkpoint
+    assert "its notes.txt is not ours" in refusal(prune_checkpoints, run, 1, "a")
+    assert sorted(os.listdir(run)) == ["step_00000002", "step_00000003"]
+    assert "its notes.txt is not ours" in refusal(save, run, 2, params)
+    assert (run / "step_00000002" / "notes.txt").read_text() == "mine"
+
+
+def test_a_replaced_or_pruned_directory_that_cannot_be_removed_is_said(tmp_path, params, monkeypatch, capsys):
+    run = tmp_path / "run"
+    save(run, 1, params, {"run": "a"})
+
+    def rmdir(*arguments, **more):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    save(run, 1, params, {"run": "a"})
+    save(run, 2, params, {"run": "a"})
+    prune_checkpoints(run, 1, "a")
+    said = capsys.readouterr().err
+    for end in "replaced", "pruned":
+        assert f"{run}/step_00000001.{end}.part: not removed (input/output error)" in said
+    assert newest_checkpoint(run).name == "step_00000002"
+
+
+def test_a_cut_optimizer_with_a_right_checksum_is_refused(checkpoint):
+    for size in 1024, 1025, 1024 + 8 * N - 1, 0:
+        os.truncate(checkpoint / "optimizer.bin", size)
+        record = read_record(checkpoint)
+        record["files"]["optimizer.bin"] = {"bytes": size, "crc32": crc32_of(checkpoint / "optimizer.bin")}
+        write_record(checkpoint, record)
+        said = refusal(load_checkpoint, checkpoint, GPT2Config)
+        assert f"{checkpoint / 'optimizer.bin'}: cut off, or of another model" in said and "older checkpoint" in said
+        os.truncate(checkpoint / "optimizer.bin", 1024 + 8 * N)

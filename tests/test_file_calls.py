@@ -1,13 +1,16 @@
 """Whatever file operation of a run is its last, or fails, or is lost in a power cut: no checkpoint that was said to be
-saved is lost, no older one comes back, and a worse model never replaces the best one.
+saved is lost, no older one comes back, and a worse model never replaces the best one. Whatever call fails in a program,
+it ends with one line that names the file, or goes on.
 
-A process saves checkpoints, prunes them, keeps the best, logs and resumes, with file_calls.cpp preloaded. It forks for
-each case, so a case takes milliseconds."""
+A process saves checkpoints, prunes them, keeps the best, logs and resumes, with file_calls.cpp preloaded; or it runs
+whole programs. It forks for each case, so a case takes milliseconds."""
 
 import ctypes
 import errno
 import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,12 +25,17 @@ sys.path.insert(0, str(ROOT))
 
 from device.cpp import compiler  # noqa: E402
 from device.errors import UserError  # noqa: E402
+from llmc.data.token_file import write_tokens  # noqa: E402
+from llmc.data.tokenizer import write_tokenizer  # noqa: E402
 from llmc.files.checkpoint import load_checkpoint  # noqa: E402
 from llmc.files.checkpoint_dir import lock_checkpoints, newest_checkpoint  # noqa: E402
 from llmc.model.tensors import num_parameters  # noqa: E402
 from llmc.run.logger import Logger, read_log  # noqa: E402
+from llmc.run.program import run_program  # noqa: E402
 from llmc.run.saver import NonfiniteGuard, Saver  # noqa: E402
-from train_gpt2_fp32 import GPT2Config  # noqa: E402
+from llmc.run.trainer import run_trainer  # noqa: E402
+from train_gpt2_fp32 import GPT2, GPT2Config  # noqa: E402
+from train_gpt2_fp32 import train as train_gpt2  # noqa: E402
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -39,6 +47,9 @@ FAILURES = {  # the error, and whether all later calls fail, too
     "full disk": (errno.ENOSPC, True), "quota": (errno.EDQUOT, True), "mounted read-only": (errno.EROFS, True),
 }  # fmt: skip
 FEW = 3  # cases of each kind in `make test`
+ERRORS = [f"{error} in a program" for error in ("EIO", "EINTR", "ENOMEM", "ESTALE", "EDQUOT")]
+FEW_CALLS = 6  # of each program that are tried in `make test`
+NAMED = re.compile("^error: .*(new|run|data|texts|mine|exported|imported|config|model)")
 
 
 def measure() -> dict:
@@ -137,7 +148,7 @@ def case(calls, number: int, error: int, for_good: bool) -> tuple[int, int, list
                 try:
                     both_runs(mark, unwatched)
                     status = 0
-                except UserError as failure:
+                except (UserError, OSError) as failure:  # run_program makes a line of either
                     status = 1 if "\n" not in str(failure) else 70
                 os.write(count.fileno(), str(calls.calls_pause(1)).encode())
             except BaseException:
@@ -302,8 +313,115 @@ def cut_power(calls, few: bool) -> tuple[int, int]:
     return tried, len(seen)
 
 
+# Whole programs
+
+
+def programs() -> dict:
+    """Whole programs by name. They run in a copy of the folder that `prepare` makes."""
+    import generate  # here, because with what it imports this takes seconds
+    from dev.data import text
+    from dev.hf import export_hf, import_hf
+
+    saves = ["--checkpoint-dir", "run", "-n", "1", "-nk", "2", "--best", "-o", "run.log", "-y", "1"]
+
+    def train(*flags: str) -> None:
+        usual = ["-i", "data", "-b", "1", "-t", "8", "--device", "cpu", "-g", "1", "-m", "1", "-v", "1"]
+        sys.argv = ["train_gpt2_fp32.py", "-e", "layers=1,heads=1,channels=8,maxT=8", *usual, *flags]
+        run_trainer(train_gpt2, GPT2)
+
+    def other(main, *flags: str) -> None:
+        sys.argv = [main.__module__, *flags]
+        run_program(main)
+
+    return {
+        "train": lambda: train(*saves, "-x", "2", "--checkpoint-dir", "new"),
+        "resume": lambda: train(*saves, "-x", "3"),
+        "generate": lambda: other(generate.main, "-e", "run", "-g", "2", "--device", "cpu", "--prompt", "a"),
+        "export": lambda: other(export_hf.main, "run", "-o", "exported"),
+        "import": lambda: other(import_hf.main, "exported_before", "-o", "imported.bin"),
+        "text": lambda: other(text.main, "texts", "-o", "mine", "--tokenizer", "bytes", "--workers", "1"),
+    }
+
+
+def prepare(programs: dict) -> None:
+    """Makes in the working directory what the programs read."""
+    for split in "train", "val":
+        write_tokens(f"data_{split}.bin", np.arange(100) % 257)
+    write_tokenizer("data_tokenizer.bin", [*(bytes([i]) for i in range(256)), b"end"], 256)
+    os.mkdir("texts")
+    for n in range(20):
+        Path(f"texts/{n}.txt").write_text(f"text number {n} " * 60)
+    for name in "train", "export":
+        assert outcome(programs[name], 0)[0] == 0, outcome(programs[name], 0)
+        os.path.exists("new") and os.rename("new", "run")
+    os.rename("exported", "exported_before")
+
+
+def outcome(program, number: int, error: int = 0) -> tuple[int, int, str, str]:
+    """Runs a program in a process of its own, in which the call of this number fails. Its status; calls seen; what it
+    printed; and the call that failed."""
+    calls = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    calls.calls_failed.restype = ctypes.c_char_p
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as seen:
+        child = os.fork()
+        if child == 0:
+            for stream in 1, 2:
+                os.dup2(printed.fileno(), stream)
+            sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+            calls.calls_watch(os.getcwd().encode(), number, error, 0, -1)
+            try:
+                program()
+                status = 0
+            except SystemExit as end:
+                status = end.code if isinstance(end.code, int) else 1
+                print(end.code, file=sys.stderr)
+            except BaseException:
+                traceback.print_exc()
+                status = 70
+            os.write(seen.fileno(), f"{calls.calls_pause(1)} ".encode() + calls.calls_failed())
+            os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        printed.seek(0)
+        seen.seek(0)
+        count, failed = seen.read().decode().split(" ", 1)
+        return status, int(count), printed.read().decode(), failed
+
+
+def try_programs(kind: str, few: bool) -> int:
+    """Lets each call of each program fail in turn. Returns the number of cases."""
+    found, tried, before = programs(), 0, os.path.join(os.environ["FOLDER"], "before")
+    os.mkdir(before)
+    os.chdir(before)
+    prepare(found)
+    for name in ("train", "generate", "import") if few else found:
+
+        def one(number: int, program=found[name], name: str = name) -> int:
+            shutil.copytree(before, ".", dirs_exist_ok=True)
+            status, count, printed, failed = outcome(program, number, getattr(errno, kind))
+            kept = {path: Path(path).exists() for path in ("run/step_00000002", "data_train.bin", "texts/0.txt")}
+            lines = [line for line in printed.splitlines() if line.startswith("error: ")]
+            try:
+                assert status in (0, 1) and "Traceback" not in printed and "ignored" not in printed, status
+                assert len(lines) == status and all(map(NAMED.search, lines)) and all(kept.values()), kept
+                assert status == 0 or kind != "EINTR"
+            except AssertionError:
+                print(f"{name}, {kind} at call {number}, {failed}: {printed[-2000:]}", file=sys.stderr)
+                raise
+            return count
+
+        total = []
+        in_new_folder(lambda one=one, total=total: total.append(one(0)))
+        for number in range(1, total[0] + 1, max(1, total[0] // FEW_CALLS) if few else 1):
+            in_new_folder(lambda one=one, number=number: one(number))
+            tried += 1
+    return tried
+
+
 def main(kind: str, few: str) -> None:
     """Prints how many cases have passed."""
+    if kind in ERRORS:
+        print(try_programs(kind.split()[0], few == "few"))
+        return
     calls = ctypes.CDLL(os.environ["LD_PRELOAD"])
     sys.stdout, out = sys.stderr, sys.stdout
     with open(os.devnull, "w") as nowhere:
@@ -315,7 +433,8 @@ def main(kind: str, few: str) -> None:
 # The tests
 
 
-ORDINARY = "killed", "EIO", "power cut"  # make test tries a few cases of these, make test-all every case of each kind
+# make test tries a few cases of these, make test-all every case of each kind
+ORDINARY = "killed", "EIO", "power cut", *ERRORS[:2]
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +448,7 @@ def preloaded(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("kind, how_many", [
     pytest.param(kind, how_many, marks=[pytest.mark.long] * (how_many == "all" or kind not in ORDINARY))
-    for kind in (*FAILURES, "power cut") for how_many in ("few", "all")
+    for kind in (*FAILURES, "power cut", *ERRORS) for how_many in ("few", "all")
 ])  # fmt: skip
 def test_whatever_call_is_the_last_or_fails_or_is_lost_no_checkpoint_is(preloaded, tmp_path, kind, how_many):
     environment = os.environ | {"LD_PRELOAD": str(preloaded), "FOLDER": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}

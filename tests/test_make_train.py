@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from llmc.files.checkpoint_dir import read_record
+from models import write_record
+
 import numpy as np
 import pytest
 from test_reliability import write_data
@@ -113,7 +116,14 @@ def damage(folder: Path) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("change", [change_flags, remake_data, damage])
+def forget_the_place(folder: Path) -> list[str]:
+    """A checkpoint with a right checksum, whose state does not say where a run goes on."""
+    for path in (folder / "runs" / "gpt2_fp32_1").glob("step_*"):
+        write_record(path, read_record(path) | {"state": {}})
+    return []
+
+
+@pytest.mark.parametrize("change", [change_flags, remake_data, damage, forget_the_place])
 def test_a_run_that_cannot_go_on_is_left_as_it_is_and_the_next_starts_beside_it(folder, change):
     stop(folder)
     flags = change(folder)
@@ -123,7 +133,7 @@ def test_a_run_that_cannot_go_on_is_left_as_it_is_and_the_next_starts_beside_it(
     process.kill()
     assert process.communicate()[1] == "" and first_step(out) == 1 and runs(folder) == ["gpt2_fp32_1", "gpt2_fp32_2"]
     assert before.items() <= files(folder / "runs").items()
-    assert ("runs/gpt2_fp32_1 is left as it is: " in out) == (change in (remake_data, damage))
+    assert ("runs/gpt2_fp32_1 is left as it is: " in out) == (change != change_flags)
 
 
 def test_a_run_that_is_still_running_is_left_alone(folder):
@@ -148,3 +158,14 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_in_its_d
     (folder / "runs" / "gpt2_fp32_7" / "unfinished.json").write_text(json.dumps(FLAGS))
     assert "-e runs/gpt2_fp32_7/step_00000004\n" in train(folder)
     assert "-e runs/gpt2_fp32_8/step_00000004\n" in train(folder)
+
+
+@pytest.mark.parametrize("link", ["runs", "runs/gpt2_fp32_1"])
+def test_what_a_link_leads_to_stays_as_it_is(folder, link):
+    stop(folder)
+    (folder / link).rename(folder / "elsewhere")
+    (folder / link).symlink_to(folder / "elsewhere")
+    before = files(folder / "elsewhere")
+    out = train(folder, "-x", "1", code=int(link == "runs"))
+    assert files(folder / "elsewhere") == before
+    assert "runs: a link; " in out if link == "runs" else runs(folder) == ["gpt2_fp32_1", "gpt2_fp32_2"]

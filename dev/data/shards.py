@@ -2,16 +2,43 @@
 any point and goes on from there."""
 
 import json
+import os
+import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dev.data.common import counted, library
+from dev.data.common import counted, library, refuse_to_replace
 from device.errors import UserError, first_line, say
 from llmc.data.token_file import token_format, write_tokens
+from llmc.files.directory import Lock, why
 from llmc.files.files import replacing
 
 import numpy as np
+
+
+def open_work(work: Path) -> Lock:
+    """Locks the folder in which a dataset is made, and makes it if it is missing. Raises UserError if it is a link, or
+    has what is not of such work: a run removes it in the end."""
+    there = os.listdir(work) if work.is_dir() else []
+    other = sorted(work / name for name in there if not re.fullmatch("lock|[0-9a-f]{16}", name))
+    if work.is_symlink() or other:
+        refuse_to_replace((other or [work])[0], "-o")
+    return Lock(work / "lock", work, "-o", make=True)
+
+
+def remove_work(work: Path, lock: Lock) -> None:
+    """Removes what a run has made there, and the folder if nothing else is in it. Says so if the system refuses: the
+    dataset is complete without it."""
+    try:
+        for path in work.glob("[0-9a-f]" * 16):
+            shutil.rmtree(path)
+        lock.release()
+        if work.exists():
+            work.rmdir()
+    except OSError as error:
+        say(f"{work}: cannot be removed ({why(error)})")
 
 
 def load_texts(name: str, split: str, config: str | None, fields: Iterable[str]) -> Any:

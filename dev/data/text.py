@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 from collections import Counter
@@ -31,12 +30,11 @@ os.environ.setdefault("TQDM_MININTERVAL", "2")
 
 from dev.data import common
 from dev.data.documents import KINDS, UNDECODABLE, UNDECODABLE_REMEDY, File, documents
-from dev.data.shards import ShardWriter, load_texts
+from dev.data.shards import ShardWriter, load_texts, open_work, remove_work
 from device.errors import UserError, first_line, say
 from llmc.data.find_tokenizer import model_tokenizers, named_tokenizer, open_tokenizer
 from llmc.data.hf_tokenizer import MAX_VOCAB_SIZE
 from llmc.data.tokenizer import END_OF_TEXT, Tokenizer
-from llmc.files.directory import Lock, why
 from llmc.files.files import file_size, first_word, replacing
 from llmc.files.magic import script_of
 from llmc.run.arguments import Parser, a_path, limited, number, positive, whole_number
@@ -327,25 +325,6 @@ def listed(of: dict) -> str:
     return ", ".join(f"{key} {value}" for key, value in parts if value != "")
 
 
-def check_work(work: Path) -> None:
-    """Raises UserError if a folder of another program has the name of the one that we make and remove."""
-    others = sorted(path for path in work.glob("*") if not re.fullmatch("lock|[0-9a-f]{16}", path.name))
-    if work.is_symlink() or others:
-        common.refuse_to_replace((others or [work])[0], "-o")
-
-
-def remove_work(work: Path, lock: Lock) -> None:
-    """Removes what this program has made there, and the folder if nothing else is in it."""
-    try:
-        for path in work.glob("[0-9a-f]" * 16):
-            shutil.rmtree(path)
-        lock.release()
-        if work.exists():
-            work.rmdir()
-    except OSError as error:
-        say(f"{work}: cannot be removed ({why(error)})")
-
-
 def training_command(args: argparse.Namespace, tokens: int) -> str:
     """What trains a small model on the data, or the model whose tokenizer they have, if it is beside the tokenizer.
     tokens: for validation."""
@@ -372,8 +351,7 @@ def main() -> None:
     say_idle(args, parser.given, files)
     args.tokenizer = str(named_tokenizer(Path(args.tokenizer)))
     given = None if args.train_tokenizer else common.load_tokenizer(args.tokenizer)
-    check_work(work)
-    lock = Lock(work / "lock", work, "-o", make=True)
+    lock = open_work(work)
     options = {name: value for name, value in vars(args).items() if name not in ("workers", "out")}
     known = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     known += [Path(args.tokenizer).read_bytes()] if os.path.isfile(args.tokenizer) else []

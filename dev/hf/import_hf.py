@@ -213,8 +213,8 @@ def open_tensors(files: list[Path], family: type[Family]) -> dict[str, object]:
     for path in files:
         try:
             file = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: not a whole safetensors file ({error})") from None
+        except (SafetensorError, OSError, RuntimeError) as error:  # the last is torch's, if the system refuses
+            raise UserError(f"{path}: not a whole safetensors file, or not to be read ({first_line(error)})") from None
         for name in file.keys():
             if ".lora_" in name:
                 raise UserError(MERGE.format(path))

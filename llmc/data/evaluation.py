@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from device.errors import UserError
-from llmc.files.files import HEADER_BYTES, file_size, read_header
+from llmc.files.files import HEADER_BYTES, file_size, read_file, read_header
 from llmc.files.magic import EVALUATION
 
 import numpy as np
@@ -120,7 +120,8 @@ def read_examples(path: str | Path) -> list[Example]:
     version, num_examples = int(header[1]), int(header[2])
     if version != 1:
         raise UserError(f"{path}: evaluation file version {version}; version 1 is needed: {REMEDY}")
-    stream = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES)
+    body = read_file(path)[HEADER_BYTES:]
+    stream = np.frombuffer(body[: len(body) // 2 * 2], "<u2")
     examples, at = [], 0
     for index in range(num_examples):
         example = parse_example(stream[at:], index)

@@ -1,11 +1,12 @@
 """Which token files a dataset's name stands for: -i and -j take a file, a prefix, a folder or a pattern."""
 
 import re
-from glob import escape, glob
+from glob import escape
 from pathlib import Path
 
 from device.errors import UserError
 from llmc.data.token_file import REMEDY, TEXT_REMEDY, open_tokens
+from llmc.files.directory import glob
 
 SUFFIXES = (".bin", ".npy")
 

@@ -10,7 +10,8 @@ from device.errors import UserError, escaped
 from llmc.data.hf_tokenizer import NEIGHBOURS, OLDER, HuggingFaceTokenizer, named_ends, neighbours
 from llmc.data.tokenizer import STARTER, Tokenizer, byte_tokenizer, gpt2_tokenizer, read_tokenizer, say_once
 from llmc.files.checkpoint_dir import newest_checkpoint
-from llmc.files.files import first_word
+from llmc.files.directory import why
+from llmc.files.files import first_word, read_file
 from llmc.files.magic import script_of
 
 
@@ -160,7 +161,7 @@ def tokenizer_files(path: Path, prefix: str) -> dict[str, bytes]:
     files are left out. Raises UserError if one cannot be read."""
     places = neighbours(path) | {f"tokenizer{path.suffix}": path}
     try:
-        files = {prefix + name: file.read_bytes() for name, file in places.items() if file.is_file()}
+        files = {prefix + name: read_file(file) for name, file in places.items() if file.is_file()}
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror.lower()}") from None
+        raise UserError(f"{error.filename}: {why(error)}") from None
     return {name: content for name, content in files.items() if content}

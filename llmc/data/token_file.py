@@ -13,6 +13,7 @@ from pathlib import Path
 
 from device.errors import UserError, first_line
 from device.progress import telling
+from llmc.files.directory import close, why
 from llmc.files.files import HEADER_BYTES, check_size, file_size, make_header, open_file, read_header, replacing
 from llmc.files.magic import TOKENS, TOKENS_32, contents
 
@@ -52,7 +53,7 @@ class Tokens:
             data = os.pread(self.file, wanted, self.offset + start * itemsize)
             whole = len(data) == wanted and identity_of(os.fstat(self.file)) == self.identity
         except OSError as error:
-            raise UserError(f"{self.path}: {error.strerror.lower()}, so its tokens cannot be read") from None
+            raise UserError(f"{self.path}: {why(error)}, so its tokens cannot be read") from None
         if not whole:
             raise UserError(f"{self.path}: it has changed since it was opened, so its tokens are not what they were")
         return np.frombuffer(data, self.dtype)
@@ -60,8 +61,8 @@ class Tokens:
     def close(self) -> None:
         """Closes the file, until something is read from it again."""
         if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
+            descriptor, self.file = self.file, -1
+            close(descriptor)
 
     def __del__(self) -> None:
         self.close()
@@ -93,7 +94,7 @@ def open_tokens(path: str | Path, raw_tokens: str | None = None) -> Tokens:
     Raises UserError if the file is missing, empty, of another kind or version, or not as long as its header says.
     """
     size = file_size(path, REMEDY)
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         head = file.read(len(NPY))
     if head == NPY:
         return _open_npy(path, size)

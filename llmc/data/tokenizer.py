@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from device.errors import UserError, escaped, first_line
-from llmc.files.files import HEADER_BYTES, make_header, read_header, replacing
+from llmc.files.files import HEADER_BYTES, make_header, read_file, read_header, replacing
 from llmc.files.magic import TOKENIZER
 
 import numpy as np
@@ -161,7 +161,7 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
         raise UserError(f"{path}: tokenizer version {version}; version 1 or 2 is needed: {REMEDY}")
     if not 0 <= eot < vocab_size:
         raise UserError(f"{path}: end-of-text token {eot} is not among its {vocab_size} tokens; {REMEDY}")
-    body, tokens, at = Path(path).read_bytes()[HEADER_BYTES:], [], 0
+    body, tokens, at = read_file(path)[HEADER_BYTES:], [], 0
     for token in range(vocab_size):
         length = body[at] if at < len(body) else 0
         tokens.append(body[at + 1 : at + 1 + length])

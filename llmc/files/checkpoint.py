@@ -18,7 +18,7 @@ import device
 from device.errors import UserError, say
 from llmc.files.checkpoint_dir import check_files, check_saved_tokenizer, new_checkpoint, newest_checkpoint, remedy_for
 from llmc.files.directory import Directory, why
-from llmc.files.files import HEADER_BYTES, first_word, make_header, write_arrays
+from llmc.files.files import HEADER_BYTES, file_size, first_word, make_header, map_file, write_arrays
 from llmc.files.magic import script_of
 from llmc.files.model_file import check_count, map_tensors, model_pieces, read_model_header
 from llmc.files.record import write_record
@@ -80,14 +80,12 @@ def load_checkpoint(
     try:
         config = read_model_header(path / "model.bin", kind)
         tensors = map_tensors(path / "model.bin", config)
-        moments = np.memmap(path / "optimizer.bin", dtype="<f4", mode="r", offset=HEADER_BYTES)
+        n, optimizer = num_parameters(config), path / "optimizer.bin"
+        if file_size(optimizer, remedy_for(path)) != HEADER_BYTES + 8 * n:
+            raise UserError(f"{optimizer}: cut off, or of another model than model.bin beside it; {remedy_for(path)}")
+        moments = map_file(optimizer, "<f4", HEADER_BYTES)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({why(error)}); {remedy_for(path)}") from None
-    n = num_parameters(config)
-    if moments.size != 2 * n:
-        raise UserError(
-            f"{path / 'optimizer.bin'}: belongs to another model than model.bin beside it; {remedy_for(path)}"
-        )
     return config, tensors, moments[:n], moments[n:], record["state"] | {"step": record["step"]}
 
 

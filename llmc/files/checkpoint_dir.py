@@ -11,12 +11,12 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import dropwhile
 from pathlib import Path
 
-from device.errors import UserError
-from llmc.files.directory import Directory, Lock, make_directory, why
+from device.errors import UserError, say
+from llmc.files.directory import Directory, Lock, exists, make_directory, why
 from llmc.files.files import check_size, crc32_of
 from llmc.files.record import load_record
 
@@ -25,6 +25,7 @@ BEST = "best"                      # the name of the one with the lowest validat
 REPLACED = ".replaced.part"        # added to a name while another checkpoint replaces this one
 PRUNED = ".pruned.part"            # added to a name before the checkpoint is removed
 LEFT = re.compile(r"(step_\d{8,}|best)(\.replaced|\.pruned)?\.part")  # a directory that a killed run may leave
+FILE = re.compile(r"state\.json|optimizer\.bin|model(\.bin|_[\w.-]+)")  # of a checkpoint; model_… are the tokenizer's
 LOCK = ".llm.cupy.lock"
 
 
@@ -36,10 +37,12 @@ def checkpoints(directory: str | Path) -> list[Path]:
     that is being replaced counts until the other is in its place. Raises UserError if the directory cannot be read."""
     directory = Path(directory)
     try:
-        there = sorted(directory.iterdir(), reverse=True) if directory.is_dir() else []
+        there = sorted(directory.iterdir(), reverse=True)
+    except (FileNotFoundError, NotADirectoryError):
+        there = []
     except OSError as error:
         raise UserError(
-            f"{directory}: cannot be read ({error.strerror.lower()}); choose another --checkpoint-dir"
+            f"{directory}: cannot be read ({why(error)}); choose another --checkpoint-dir"
         ) from None
     found = {path.name.removesuffix(REPLACED): path for path in there}  # of two with one name, the one without suffix
     steps = sorted((int(name.removeprefix("step_")), path) for name, path in found.items() if STEP.fullmatch(name))
@@ -64,8 +67,8 @@ def remedy_for(path: Path) -> str:
     older = there if path.name == BEST else dropwhile(lambda other: other != path, there)
     for other in older:
         if other != path and is_whole(other):
-            return f"use {other}, which is complete; to resume from it, remove {path}"
-    return f"no older checkpoint is beside it: to start afresh, remove {path}"
+            return f"use {other}, which is complete; to resume from it, move {path} away"
+    return f"no older checkpoint is beside it: to start afresh, move {path} away"
 
 
 def is_whole(path: Path) -> bool:
@@ -85,10 +88,11 @@ def read_record(path: Path) -> dict:
     name = path / "state.json"
     try:
         return load_record(path)
+    except FileNotFoundError:
+        raise UserError(f"{name}: not there, so {path} is not a complete checkpoint; {remedy_for(path)}") from None
     except OSError as error:
-        raise UserError(
-            f"{name}: {error.strerror.lower()}; {path} is not a complete checkpoint; {remedy_for(path)}"
-        ) from None
+        remedy = f"try again; if it stays so, {remedy_for(path)}"
+        raise UserError(f"{name}: cannot be read ({why(error)}); {remedy}") from None
     except ValueError as error:
         raise UserError(f"{name}: damaged: {error}; {remedy_for(path)}") from None
 
@@ -96,7 +100,7 @@ def read_record(path: Path) -> dict:
 def training_flags(model: Path) -> dict:
     """The flags with which the model in a checkpoint was trained, if they are recorded. Empty for a model outside
     a checkpoint. Raises UserError as `read_record` does."""
-    if model.name != "model.bin" or not os.path.lexists(model.parent / "state.json"):
+    if model.name != "model.bin" or not exists(model.parent / "state.json"):
         return {}
     return read_record(model.parent)["state"].get("flags", {})
 
@@ -108,10 +112,12 @@ def kept_loss(directory: str | Path, run: str, measure: dict) -> float:
     Raises UserError if BEST is not whole, belongs to another run, or has a loss of other data: then a checkpoint that
     replaces it need not be better.
     """
-    path = Path(directory) / BEST
-    if not os.path.lexists(path):
-        path = Path(directory) / f"{BEST}{REPLACED}"  # as a save that failed may leave it
-    if not os.path.lexists(path):
+    places = [Path(directory) / name for name in (BEST, f"{BEST}{REPLACED}")]  # the latter after a save that failed
+    try:
+        path = next(filter(exists, places), None)
+    except OSError as error:
+        raise UserError(f"{places[0]}: cannot be read ({why(error)}); try again, or leave --best out") from None
+    if path is None:
         return math.inf
     remedy = f"move {path} away, or leave --best out"
     if not is_whole(path):
@@ -141,7 +147,7 @@ def check_saved(file: Path) -> None:
     if os.path.realpath(file) != os.path.abspath(file):  # it is a link
         file = Path(os.path.realpath(file))
     checkpoint = file.parent
-    if not os.path.lexists(checkpoint / "state.json"):
+    if not exists(checkpoint / "state.json"):
         return
     expected = read_record(checkpoint)["files"].get(file.name)
     if expected is not None:
@@ -151,7 +157,7 @@ def check_saved(file: Path) -> None:
 def check_saved_tokenizer(model: Path) -> None:
     """Raises UserError, as `check_saved` does, if the tokenizer's files beside the model of a checkpoint are not the
     ones that were saved with it."""
-    if model.name == "model.bin" and os.path.lexists(model.parent / "state.json"):
+    if model.name == "model.bin" and exists(model.parent / "state.json"):
         for name in read_record(model.parent)["files"].keys() - {"model.bin", "optimizer.bin"}:
             check_saved(model.parent / name)
 
@@ -162,7 +168,7 @@ def _check_file(file: Path, expected: dict, remedy: str) -> None:
     try:
         found = crc32_of(file)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({why(error)}); {remedy}") from None
+        raise UserError(f"{file}: cannot be read ({why(error)}); try again; if it stays so, {remedy}") from None
     if found != expected["crc32"]:
         raise UserError(f"{file}: damaged (its CRC-32 is not the recorded one); {remedy}")
 
@@ -174,8 +180,8 @@ def lock_checkpoints(directory: str | Path) -> Lock:
     """Locks a directory of checkpoints for this process's run. Makes the directory if it is missing. If a killed run
     was replacing checkpoints, gives these their names back. Removes what else such a run has left.
 
-    Raises UserError if another run has the lock for longer than a `Lock` waits, if nothing can be written there, or if
-    the directory is itself a checkpoint.
+    Raises UserError if another run has the lock for longer than a `Lock` waits, if nothing can be written there, if a
+    directory has a name that we take and files that are not ours, or if the directory is itself a checkpoint.
     """
     directory = Path(directory)
     above = os.path.normpath(directory / "..")
@@ -184,6 +190,9 @@ def lock_checkpoints(directory: str | Path) -> Lock:
     lock = Lock(directory / LOCK, directory, "--checkpoint-dir", make=True)
     try:
         _clean(lock.directory)
+    except UserError:
+        lock.release()
+        raise
     except OSError as error:
         lock.release()
         raise UserError(f"{directory}: cannot be written ({why(error)}); choose another --checkpoint-dir") from None
@@ -209,6 +218,7 @@ def new_checkpoint(directory: Directory | str | Path, name: str) -> Iterator[Dir
             yield inside
             inside.sync()
             if name in where.names():
+                _check_ours(where, name)
                 where.rename(name, replaced)
             try:
                 where.rename(part, name)
@@ -227,20 +237,29 @@ def prune_checkpoints(directory: Directory | str | Path, keep: int, run: str) ->
     """Removes the checkpoints of a run, except the `keep` newest. 0 keeps all. Returns what it removed. A checkpoint
     counts if it is whole and its state names this run. BEST does not count, and stays.
 
-    Raises UserError if the system refuses, or as `new_checkpoint` and `read_record` do.
+    Raises UserError if the system refuses, if a checkpoint has other files than its own, which then stay, or as
+    `new_checkpoint` and `read_record` do.
     """
     where = _opened(directory)
     own = [path for path in checkpoints(where.path) if STEP.match(path.name) and is_whole(path)] if keep > 0 else []
     doomed = [path for path in own if read_record(path)["state"].get("run") == run][keep:]
+    removed, refused = [], None
     for path in doomed:
         try:
             where.check_in_place()
+            _check_ours(where, path.name)
             where.rename(path.name, path.name + PRUNED)  # so no half-removed directory has the name of a checkpoint
             where.sync()
         except OSError as error:
             raise UserError(f"{path}: cannot be removed ({why(error)})") from None
+        except UserError as error:  # it stays, and the others go
+            refused = error
+            continue
         _remove(where, path.name + PRUNED)
-    return doomed
+        removed.append(path)
+    if refused:
+        raise refused
+    return removed
 
 
 def _opened(directory: Directory | str | Path) -> Directory:
@@ -252,7 +271,10 @@ def _opened(directory: Directory | str | Path) -> Directory:
 
 def _clean(where: Directory) -> None:
     """Gives checkpoints their names back, if a run was replacing them and did not finish. Then removes what it left."""
-    if any(LEFT.fullmatch(name) for name in where.names()):
+    left = [name for name in where.names() if LEFT.fullmatch(name)]
+    for name in left:
+        _check_ours(where, name)
+    if left:
         _put_back(where)
         where.sync()  # a replaced checkpoint goes when the other one is on disk
         _remove(where, *(name for name in where.names() if LEFT.fullmatch(name)))
@@ -267,9 +289,21 @@ def _put_back(where: Directory) -> None:
             where.rename(name, final)
 
 
+def _check_ours(where: Directory, name: str) -> None:
+    """Raises UserError if a directory that a run would remove has files that no checkpoint has."""
+    if where.is_directory(name):
+        inside = Directory(where.path / name, where)
+        for each in inside.names():
+            if not FILE.fullmatch(each) or inside.is_directory(each):
+                raise UserError(f"{inside.path}: a run would remove it, and its {each} is not ours: move it away")
+
+
 def _remove(where: Directory, *names: str) -> None:
-    """Removes directories, as far as the system lets us. Files, which no run of ours makes, stay."""
+    """Removes directories, as far as the system lets us, and says in a line where it does not. Files, which no run of
+    ours makes, stay."""
     for name in names:
-        if where.is_directory(name):
-            with suppress(OSError):
+        try:
+            if where.is_directory(name):
                 where.remove(name)
+        except OSError as error:
+            say(f"{where.path / name}: not removed ({why(error)}); the next run here tries again")

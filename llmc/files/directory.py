@@ -7,6 +7,8 @@ relative to the open directory.
 
 import errno
 import fcntl
+import fnmatch
+import io
 import os
 import socket
 import stat
@@ -15,6 +17,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from glob import has_magic
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,6 +26,45 @@ from device.errors import UserError, say
 PATIENCE = 30  # seconds for a lock; a job that is queued again may start while the old one is still ending
 BEGINNING = b"process "  # of what is in a lock's file; a power cut may leave a part of it, or zeros
 TAKEN = (errno.EAGAIN, errno.EACCES)
+
+
+class File(io.FileIO):
+    """An open file. An error in reading it has its name.
+
+    A call to close that fails has closed the file all the same. Of a file that was only read, or if a signal came in
+    between, it has lost nothing, and so is no error.
+    """
+
+    def readinto(self, buffer) -> int | None:
+        with named(self.name):
+            return super().readinto(buffer)
+
+    def readall(self) -> bytes | None:
+        with named(self.name):
+            return super().readall()
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:
+            if self.mode != "rb" and error.errno != errno.EINTR:
+                raise
+
+
+@contextmanager
+def named(path: str | Path) -> Iterator[None]:
+    """An OSError of the block has this file name, so that a message can name it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def close(descriptor: int) -> None:
+    """Closes a descriptor that was read from, or whose file is on disk: then an error means nothing."""
+    with suppress(OSError):
+        os.close(descriptor)
 
 
 class Directory:
@@ -39,20 +81,19 @@ class Directory:
             self.descriptor = os.open(path, flags)
         else:
             self.descriptor = os.open(self.path.name, flags | os.O_NOFOLLOW, dir_fd=above.descriptor)
-        self.close = weakref.finalize(self, os.close, self.descriptor)
+        self.close = weakref.finalize(self, close, self.descriptor)
 
     def check_in_place(self) -> None:
         """Raises OSError if another directory, which would not have our lock, or none is at the path by now."""
-        try:
+        with suppress(FileNotFoundError, NotADirectoryError):
             if os.path.samestat(os.stat(self.path), os.fstat(self.descriptor)):
                 return
-        except OSError:
-            pass
         raise OSError(errno.ESTALE, f"{self.path} was removed or replaced under the run: put it back")
 
     def names(self) -> list[str]:
         """What is in the directory, in ascending order."""
-        return sorted(os.listdir(self.descriptor))
+        with named(self.path):
+            return sorted(os.listdir(self.descriptor))
 
     def stat(self, name: str) -> os.stat_result:
         """What the system says of a file; of a link itself, not of its target."""
@@ -60,7 +101,7 @@ class Directory:
 
     def is_directory(self, name: str) -> bool:
         """Whether there is a directory, and no link to one, of this name."""
-        with suppress(OSError):
+        with suppress(FileNotFoundError):
             return stat.S_ISDIR(self.stat(name).st_mode)
         return False
 
@@ -75,7 +116,7 @@ class Directory:
         found = os.fstat(descriptor)
         if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:  # 0: somebody has removed it just now
             return descriptor
-        os.close(descriptor)
+        close(descriptor)
         raise OSError(errno.EINVAL, f"{name} is not a regular file with a single name")
 
     @contextmanager
@@ -83,9 +124,9 @@ class Directory:
         """A new file, which is on disk at the end of the block. Nothing may have its name."""
 
         def create(name: str, flags: int) -> int:
-            return os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=self.descriptor)
+            return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=self.descriptor)
 
-        with open(name, "w+b", opener=create) as file:
+        with io.BufferedRandom(File(name, "x+b", opener=create)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -138,6 +179,28 @@ def why(error: OSError) -> str:
     return reason[:1].lower() + reason[1:]
 
 
+def exists(path: str | Path) -> bool:
+    """Whether a file, a directory or a link is there. os.path.lexists takes an error of the disk for a no; this raises
+    OSError."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(path)
+        return True
+    return False
+
+
+def glob(pattern: str) -> list[str]:
+    """What glob.glob finds, sorted. Where a directory cannot be listed that leaves it out; this raises OSError."""
+    if not has_magic(pattern):
+        return [pattern] if exists(pattern) else []
+    place, last = os.path.split(pattern)
+    found = []
+    for folder in glob(place) if place else [""]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            there = [name for name in os.listdir(folder or ".") if name[:1] != "." or last[:1] == "."]
+            found += [os.path.join(folder, name) for name in fnmatch.filter(there, last)]
+    return sorted(found)
+
+
 def make_directory(directory: Path) -> list[Path]:
     """Makes a directory and the directories above it, if they are missing, and syncs their names. Returns those that it
     made, the innermost first. Raises OSError if it cannot."""
@@ -188,7 +251,7 @@ class Lock:
                 if make:
                     made += make_directory(path.parent)  # again, if the other run has removed it
                 self.directory = Directory(path.parent)
-                file = os.fdopen(self.directory.open(path.name, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
+                file = File(self.directory.open(path.name, os.O_RDWR | os.O_CREAT), "r+b")
                 content = os.pread(file.fileno(), 400, 0)
                 text = content.strip(b"\0")
                 if text[: len(BEGINNING)] != BEGINNING[: len(text)]:
@@ -205,7 +268,7 @@ class Lock:
                     say(f"{place} is in use by {holder}: waiting up to {PATIENCE} s for it to end")
                 time.sleep(0.2)
             self.release = undo = weakref.finalize(self, _release, file, self.directory, path.name, made)
-            file.truncate(0)
+            os.ftruncate(file.fileno(), 0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except OSError as error:
             undo()
@@ -224,8 +287,10 @@ def _lock(descriptor: int, directory: Directory, name: str, place: str | Path) -
     try:
         directory.check_in_place()
         return os.path.samestat(os.fstat(descriptor), directory.stat(name))
-    except OSError:  # the run that had the lock has just removed the file, or the directory
-        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        return False  # the run that had the lock has just removed the file, or the directory
 
 
 def _release(file, directory: Directory, name: str, made: list[Path]) -> None:

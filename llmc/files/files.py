@@ -5,6 +5,7 @@ what follows (magic.py).
 """
 
 import errno
+import io
 import os
 import stat
 import tempfile
@@ -16,7 +17,8 @@ from typing import BinaryIO
 
 from device.errors import UserError
 from device.progress import telling
-from llmc.files.directory import Directory, make_directory, remove_directories, why
+from llmc.files.directory import Directory, File, make_directory, named, remove_directories, why
+from llmc.files.interrupted import repeated
 from llmc.files.magic import contents, script_of
 
 import numpy as np
@@ -34,11 +36,25 @@ def make_header(*values: int) -> np.ndarray:
 def open_file(path: str | Path) -> BinaryIO:
     """Opens an input file. Raises OSError also if it is not a regular file: perhaps nobody ever writes to a pipe, and a
     pipe cannot be mapped or read twice."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a regular file")
+    with named(path):
+        file = io.BufferedReader(File(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)))
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "not a regular file")
     return file
+
+
+def read_file(path: str | Path) -> bytes:
+    """All of an input file. Raises OSError as `open_file` does."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def map_file(path: str | Path, dtype: str, offset: int) -> np.ndarray:
+    """The numbers of a file from `offset` on, 1-dimensional: a read-only memory map. Raises OSError as `open_file`
+    does."""
+    with named(path), open_file(path) as file:
+        return repeated(np.memmap)(file, dtype, "r", offset)
 
 
 def file_size(path: str | Path, remedy: str) -> int:
@@ -47,7 +63,7 @@ def file_size(path: str | Path, remedy: str) -> int:
         with open_file(path) as file:
             return os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror.lower()}; {remedy}") from None
+        raise UserError(f"{path}: {why(error)}; {remedy}") from None
 
 
 def first_word(path: str | Path) -> int | None:
@@ -75,7 +91,8 @@ def read_header(path: str | Path, magic: int, remedy: str, header_bytes: int = H
     """
     size = file_size(path, remedy)
     check_no_pointer(path)
-    header = np.fromfile(path, dtype="<i4", count=min(size, header_bytes) // 4)
+    with open_file(path) as file:
+        header = np.frombuffer(file.read(min(size, header_bytes) // 4 * 4), "<i4").copy()
     if size >= HEADER_BYTES and header[0] != magic:
         found, other = contents(int(header[0])) or f"magic number {header[0]}", script_of(int(header[0]))
         if other and script_of(magic):

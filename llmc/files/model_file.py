@@ -14,7 +14,7 @@ from pathlib import Path
 import device
 from device.errors import UserError
 from llmc.files.checkpoint_dir import check_saved
-from llmc.files.files import check_size, read_header, replacing, write_arrays
+from llmc.files.files import check_size, map_file, read_header, replacing, write_arrays
 from llmc.model.tensors import Config, layout, num_parameters
 
 import numpy as np
@@ -58,9 +58,9 @@ def map_tensors(path: str | Path, config: Config) -> dict[str, np.ndarray]:
     """The tensors of a model file by name, in its order, fp32. They are read-only memory maps; if the file is in bf16,
     arrays. Raises UserError if a tensor that is no parameter is not 0."""
     if _is_bf16(read_header(path, config.MAGIC, config.FETCH, config.HEADER_BYTES), type(config)):
-        body = device.from_bf16(np.memmap(path, dtype="<u2", mode="r", offset=config.HEADER_BYTES))
+        body = device.from_bf16(map_file(path, "<u2", config.HEADER_BYTES))
     else:
-        body = np.memmap(path, dtype="<f4", mode="r", offset=config.HEADER_BYTES)
+        body = map_file(path, "<f4", config.HEADER_BYTES)
     tensors = _named_views(body, config)
     for name in tensors.keys() - {name for name, _ in config.parameters()}:
         if tensors[name].any():

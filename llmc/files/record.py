@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from llmc.files.files import open_file
+from llmc.files.files import read_file
 
 MAX_STEPS = 2**32 - 1  # kernels/dropout.cuh has 32 bits for a step
 MAX_COUNT = 2**63 - 1  # NumPy, files and operating systems count no further
@@ -54,8 +54,7 @@ def write_record(file: BinaryIO, record: dict) -> None:
 def load_record(checkpoint: Path) -> dict:
     """The contents of a checkpoint's state.json: its "step", its "files", and the "state" that `save_checkpoint` got.
     Raises OSError if there is no such file, and ValueError, which says why, if it is not what was written."""
-    with open_file(checkpoint / "state.json") as file:
-        data = file.read()
+    data = read_file(checkpoint / "state.json")
     try:
         record = json.loads(data)
         if not isinstance(record, dict) or record.pop("crc32", None) != crc32(record):

@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 import device
 from device.errors import UserError, first_line
-from llmc.files.directory import Lock, why
+from llmc.files.directory import File, Lock, close, why
 from llmc.files.files import check_directory, open_file
 from llmc.ranks import ranks
 from llmc.run.program import Output
@@ -60,11 +60,11 @@ class Reports:
         except OSError as error:
             self.lost += 1
             if self.lost == 1:
-                print(f"{self.path}: {what} was lost ({error.strerror.lower()}); the run goes on", flush=True)
+                print(f"{self.path}: {what} was lost ({why(error)}); the run goes on", flush=True)
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            self._attempt(self._file.close, "a part of it")  # which a file system on a network may say only now
             self._file = None
 
 
@@ -94,15 +94,14 @@ class Logger(Reports):
                 return
             self._lock = Lock(path.with_name(f".{path.name}.lock"), path, "log file (-o)")
             where = self._lock.directory
-            os.close(where.open(path.name, os.O_WRONLY | os.O_CREAT))  # raises, for example for a link
+            close(where.open(path.name, os.O_WRONLY | os.O_CREAT))  # raises, for example for a link
             kept = [line for line in _lines(path) if _parse(path, line)[0] < first_step]
             if first_step > 0:
                 with where.replacing(path.name) as replaced:
                     replaced.write("".join(kept).encode())
-            descriptor = where.open(path.name, os.O_WRONLY | os.O_APPEND)
-            self._file = os.fdopen(descriptor, "ab", buffering=0)
+            self._file = File(where.open(path.name, os.O_WRONLY | os.O_APPEND), "ab")
             if first_step == 0:
-                self._file.truncate(0)
+                os.ftruncate(self._file.fileno(), 0)
         except OSError as error:
             self.close()
             raise UserError(f"{path}: cannot be written ({why(error)}); choose another log file (-o)") from None
@@ -172,7 +171,7 @@ class TensorBoard(Reports):
             if self._file is None:
                 Path(self.path).mkdir(parents=True, exist_ok=True)
                 name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"  # files are read in this order
-                self._file = open(Path(self.path) / name, "xb", buffering=0)
+                self._file = File(Path(self.path) / name, "xb")
             append(self._file, self._beginning + self._record(step=step, summary=summary))
             self._beginning = b""
 
@@ -232,7 +231,7 @@ def append(file: BinaryIO, data: bytes) -> None:
     end = file.seek(0, os.SEEK_END) if file.seekable() else None
     if file.write(data) != len(data):
         if end is not None:
-            file.truncate(end)  # a full disk took a part of it
+            os.ftruncate(file.fileno(), end)  # a full disk took a part of it
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -262,7 +261,7 @@ def _lines(path: str | Path) -> list[str]:
             _parse(path, unfinished)
         return [line + "\n" for line in lines if line.strip()]
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror.lower()}; give the log file of a run (-o)") from None
+        raise UserError(f"{path}: {why(error)}; give the log file of a run (-o)") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a log file; give the log file of a run (-o)") from None
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn, TextIO
 
-from device.errors import UserError, first_line
+from device.errors import UserError, escaped, first_line
+from llmc.files.directory import why
+from llmc.files.interrupted import repeat_interrupted_calls
 from llmc.ranks import ranks
 
 last_checkpoint = None  # of this program's run; llmc/run/saver.py sets it
@@ -83,8 +85,10 @@ def run_program(
 
     out_of_memory: the remedy to name. interrupted: what to print after Ctrl-C.
     It is no error if the reader of the output leaves (`| head`). A full disk under the output is one. If a GPU fails,
-    one line says so, too, and names the last checkpoint.
+    one line says so, too, and names the last checkpoint. So it does if the system refuses to look up, list, open or
+    read a file, and nobody else has said why.
     """
+    repeat_interrupted_calls()
     if sys.stdout is None:  # the caller has closed it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     sys.stdout.reconfigure(errors="replace")  # the terminal may lack characters of a text
@@ -112,6 +116,8 @@ def run_program(
         if error is stdout.failure:
             fail(f"cannot print ({(error.strerror or str(error)).lower()})")
         ranks.wait_for_other_failure()
+        if isinstance(error, OSError):
+            fail(f"{_refused(error)}{resume_advice() or '; no file that was there is lost: start this again'}")
         if not type(error).__module__.startswith(("cupy.", "cupy_backends.")):
             if ranks.size() > 1:
                 traceback.print_exc()
@@ -131,6 +137,12 @@ def fail(text: str) -> NoReturn:
     """Ends this program with one line, and all ranks if there are several."""
     ranks.fail(text)
     sys.exit(f"error: {text}")
+
+
+def _refused(error: OSError) -> str:
+    """What the system refused, and why."""
+    reason = why(error) if error.strerror else first_line(error)
+    return escaped(f"{os.fsdecode(error.filename)}: {reason}" if isinstance(error.filename, str | bytes) else reason)
 
 
 def resume_advice() -> str:

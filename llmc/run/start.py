@@ -17,6 +17,7 @@ from llmc.data.hf_tokenizer import named_ends
 from llmc.data.tokenizer import Tokenizer
 from llmc.files.checkpoint import load_checkpoint, model_path
 from llmc.files.checkpoint_dir import checkpoints, newest_checkpoint, read_record
+from llmc.files.files import read_file
 from llmc.files.model_file import conversion, read_model, read_model_header
 from llmc.model.activations import choose_attention
 from llmc.model.adamw import Recipe
@@ -162,8 +163,7 @@ def read_origin(kind: type[Model], flags: Namespace, tokenizer: Tokenizer | None
         config = tensors = moments = state = None
         if ranks.rank() == 0:
             config, tensors, *moments, state = load_checkpoint(origin.checkpoint, kind.Config)
-            if not {"loader", "sampler"} <= state.keys():
-                raise UserError(f"{origin.checkpoint}: it does not say where a run goes on: start a new one with -e")
+            check_goes_on(origin.checkpoint, state)
         sizes, state = ranks.of_rank_0(lambda: (asdict(config), state))
         config = kind.Config(**sizes)
         if "model" in flags.given and ranks.rank() == 0:
@@ -176,6 +176,12 @@ def read_origin(kind: type[Model], flags: Namespace, tokenizer: Tokenizer | None
     if converted:
         print(converted, flush=True)
     return config, tensors, None, {}
+
+
+def check_goes_on(checkpoint: Path, state: dict) -> None:
+    """Raises UserError if a checkpoint's state does not say where a run goes on."""
+    if not {"loader", "sampler"} <= state.keys():
+        raise UserError(f"{checkpoint}: it does not say where a run goes on: start a new one with -e")
 
 
 def check_same_model(
@@ -211,7 +217,7 @@ def find_text(kind: type[Model], flags: Namespace, source: Path | None) -> Text:
     tokenizer = open_tokenizer(path) if path else None
     if tokenizer and source:  # a model's texts end as its own files say
         tokenizer.ends.update(named_ends(source.with_name(f"{source.stem}_tokenizer.json"), tokenizer.tokens))
-    seen = path and hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    seen = path and hashlib.sha256(read_file(path)).hexdigest()[:16]
     ranks.check_same("the fingerprint of the tokenizer", seen, "have the data's tokenizer on all machines")
     check_val_tokenizer(flags, path, tokenizer)
     return Text(path, tokenizer)
