@@ -24,15 +24,16 @@ class Batch:
 
     fill_batch of llmc/data/batches.py fills all of it from tokens. For forward alone inputs are enough.
 
-    filled: whether order and count are of these inputs. dropout: the rate and the seed of dropout; None without it.
-    positions, int32 (B,): where each sequence begins in its text; None: at 0, as in training. rows: EmbeddingRows of
-    llmc/ranks/embedding_rows.py, which exchange the embedding's rows among ranks; None on a single rank.
+    filled: false once somebody has taken `inputs`, until the batch is filled again. dropout: the rate and the seed of
+    dropout; None without it. positions, int32 (B,): where each sequence begins in its text; None: at 0, as in training.
+    rows: EmbeddingRows of llmc/ranks/embedding_rows.py, which exchange the embedding's rows among ranks; None on a
+    single rank.
     """
 
     def __init__(self, B: int, T: int, dropout: tuple[float, int] | None = None, positions=None):
         self.memory = device.zeros((4 * B * T + RANDOM_WORDS,), np.int32)
         self._inputs, self.targets, *self._order_count = self.memory[: 4 * B * T].reshape(4, B, T)
-        self.dropout, self.positions, self.filled = dropout, positions, False
+        self.dropout, self.positions, self.filled = dropout, positions, True
         self.rows: Any = None
 
     @property
@@ -51,7 +52,7 @@ class Batch:
 
     @property
     def by_token(self) -> tuple:
-        """inputs (B,T), order and count (B T,). Raises UserError unless all of them were filled together."""
+        """inputs (B,T), order and count (B T,). Raises UserError if the inputs may have been written alone."""
         if not self.filled:
             raise UserError("batch.inputs may have been written alone: fill the batch with fill_batch before backward")
         return self._inputs, *(array.reshape(-1) for array in self._order_count)
