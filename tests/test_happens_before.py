@@ -162,7 +162,6 @@ def program(training: Training, count: int, record: bool) -> None:
     device.use_recording(record)
     nothing = SimpleNamespace(device_batch=training.batch, count=count, step_tokens=1, **dict.fromkeys(
         ("read", "send", "fetch_losses"), lambda step, i: None), stopped=lambda: False)  # fmt: skip
-    training.batch.copy_in(np.zeros(training.batch.memory.size, np.int32))
     train_step = training_step(training, nothing)
     for step in range(4):
         train_step(step, 1e-2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import device
 from conftest import refusal
 from device.errors import UserError
-from llmc.data.batches import Batches, fill_batch
+from llmc.data.batches import Batches
 from llmc.files.model_file import write_model
 from llmc.model import fp8
 from llmc.model.activations import Cache
@@ -63,8 +63,8 @@ def test_training_allocates_what_the_table_says(one_dev, precision, config, atte
     assert abs(found - said) <= 0.02 * said
 
     made, model, batch = len(allocated), training.model, training.batch
-    dev.fill_zero(model.params_memory)
-    fill_batch(batch, *np.zeros((2, 4, 32), int))
+    for memory_of in (model.params_memory, batch.memory):
+        dev.fill_zero(memory_of)
     for accumulate in False, True:
         if not accumulate:
             model.zero_grad()
@@ -220,6 +220,7 @@ def test_a_gpu_has_less_memory_by_what_the_table_says(dev):
     def trained(config, B: int, T: int):
         training = make_training(GPT2, config, B, T, "softmax", logit_rows=0)
         randomize(training.model, training.adamw, 1)
+        dev.fill_zero(training.batch.memory)
         step = training_step(training, Batches(training.batch, training.acts.losses, GivenBatches(zeros(B, T)), 1))
         step(0, 1e-3)
         step(1, 1e-3)  # recorded

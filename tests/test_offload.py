@@ -382,7 +382,7 @@ def test_memory_lies_on_the_gpus_node(monkeypatch):
         "/sys/devices/system/node/node1/cpulist": "8-11,20\n",
     }  # fmt: skip
 
-    def read_text(path: Path) -> str:
+    def read_text(path: Path, encoding: str) -> str:
         if str(path) not in texts:
             raise FileNotFoundError(path)
         return texts[str(path)]

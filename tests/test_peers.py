@@ -336,7 +336,7 @@ def renamed(kind: type[Model]) -> type[Model]:
     names = "|".join({row[0] for row in tables} - SHARED)
     source = re.sub(rf"\b({names})(_recomputed)?\b", r"\1_of_another\2", Path(script.__file__).read_text())
     module = ModuleType(f"{script.__name__}_of_another")
-    sys.modules[module.__name__] = module
+    sys.modules[module.__name__], module.__file__ = module, script.__file__
     exec(compile(source, script.__file__, "exec"), module.__dict__)
     return getattr(module, kind.__name__)
 

@@ -55,7 +55,6 @@ def launches() -> list[tuple[str, dict[str, bool]]]:
     try:
         model = GPT2(GPT2Config(T, 256, LAYERS, 1, 64), T)
         acts, batch = Activations(model, B, T, "flash").views(), Batch(B, T)
-        batch.copy_in(np.zeros(batch.memory.size, np.int32))
         rows = {"residual": acts.residual[LAYER], "next residual": acts.residual[LAYER + 1]}
         rows |= {name: getattr(acts.layer[LAYER], name) for name in KEPT[1:-1]}
         rows |= {name: getattr(acts.layer[LAYER], name) for name in SCRATCH if hasattr(acts, name)}

@@ -18,21 +18,23 @@ class Batch:
     """B sequences of T tokens on the device. All of it comes in one copy, to memory (4 B T + RANDOM_WORDS,), int32:
 
     inputs, targets (B,T)   the tokens, and the token after each
-    order, count (B T,)     what sort_by_token of llmc/data/dataloader.py makes of the inputs, for the embedding's
-                            gradient (`by_token`)
+    by_token                two arrays (B T,), order and count, which sort_by_token of llmc/data/dataloader.py makes of
+                            the inputs, for the embedding's gradient
     random (RANDOM_WORDS,)  what random_words makes for dropout; None in a pass without it
 
     fill_batch of llmc/data/batches.py fills all of it from tokens. For forward alone inputs are enough.
 
-    filled: whether order and count are of these inputs. dropout: the rate and the seed of dropout; None without it.
-    positions, int32 (B,): where each sequence begins in its text; None: at 0, as in training. rows: EmbeddingRows of
-    llmc/ranks/embedding_rows.py, which exchange the embedding's rows among ranks; None on a single rank.
+    filled: false once somebody has taken `inputs`, until the batch is filled again. dropout: the rate and the seed of
+    dropout; None without it. positions, int32 (B,): where each sequence begins in its text; None: at 0, as in training.
+    rows: EmbeddingRows of llmc/ranks/embedding_rows.py, which exchange the embedding's rows among ranks; None on a
+    single rank.
     """
 
     def __init__(self, B: int, T: int, dropout: tuple[float, int] | None = None, positions=None):
         self.memory = device.zeros((4 * B * T + RANDOM_WORDS,), np.int32)
-        self._inputs, self.targets, *self._order_count = self.memory[: 4 * B * T].reshape(4, B, T)
-        self.dropout, self.positions, self.filled = dropout, positions, False
+        self._inputs, self.targets, *by_token = self.memory[: 4 * B * T].reshape(4, B, T)
+        self.by_token = [array.reshape(-1) for array in by_token]
+        self.dropout, self.positions, self.filled = dropout, positions, True
         self.rows: Any = None
 
     @property
@@ -50,11 +52,11 @@ class Batch:
         return self._inputs
 
     @property
-    def by_token(self) -> tuple:
-        """inputs (B,T), order and count (B T,). Raises UserError unless all of them were filled together."""
+    def sorted_inputs(self) -> tuple:
+        """inputs and by_token, for backward. Raises UserError if the inputs may have been written alone."""
         if not self.filled:
             raise UserError("batch.inputs may have been written alone: fill the batch with fill_batch before backward")
-        return self._inputs, *(array.reshape(-1) for array in self._order_count)
+        return self._inputs, *self.by_token
 
     @property
     def random(self):
@@ -90,4 +92,4 @@ def embedding_backward(dwte, dwpe, dout, batch: Batch, B: int, T: int, C: int) -
     if batch.rows and batch.rows.deferred:
         batch.rows.keep(dwpe, dout, C)
     else:
-        encoder_backward(dwte, dwpe, dout, *batch.by_token, B, T, C)
+        encoder_backward(dwte, dwpe, dout, *batch.sorted_inputs, B, T, C)

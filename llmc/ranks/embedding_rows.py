@@ -45,7 +45,7 @@ class EmbeddingRows:
         """encoder_backward, if the rows are `deferred`: it sets this rank's values and indices, and leaves dwte."""
         values, indices = self.transport.sparse_gradients[ranks.rank()]
         batch = self.batch
-        encoder_backward_sparse(values, indices, dwpe, dout, *batch.by_token, batch.B, batch.T, C)
+        encoder_backward_sparse(values, indices, dwpe, dout, *batch.sorted_inputs, batch.B, batch.T, C)
 
     def add(self) -> None:
         """Adds the rows that all ranks have kept to the gradient of the embedding, in the order of the ranks."""

@@ -163,7 +163,7 @@ class PeerTransport:
 
     def gather_rows(self, batch: Batch, start: int, C: int) -> None:
         addresses, length = self.mapped.params.addresses, self.shards[0][1]
-        of_batch = *batch.by_token, batch.B * batch.T, C
+        of_batch = *batch.sorted_inputs, batch.B * batch.T, C
         device.on_comm_stream(lambda _: gather_rows(addresses, self.rank, length, start, *of_batch))
 
     def share_overflow(self) -> None:
