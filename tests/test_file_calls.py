@@ -403,7 +403,8 @@ def try_programs(kind: str, few: bool) -> int:
             try:
                 assert status in (0, 1) and "Traceback" not in printed and "ignored" not in printed, status
                 assert len(lines) == status and all(map(NAMED.search, lines)) and all(kept.values()), kept
-                assert status == 0 or kind != "EINTR"
+                libraries = failed.endswith((".safetensors", ".arrow"))  # PyTorch's and Arrow's calls are not ours
+                assert status == 0 or kind != "EINTR" or libraries
             except AssertionError:
                 print(f"{name}, {kind} at call {number}, {failed}: {printed[-2000:]}", file=sys.stderr)
                 raise

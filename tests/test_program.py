@@ -186,5 +186,5 @@ def test_an_error_of_another_file_is_not_taken_for_one_of_the_output(monkeypatch
         with open("/dev/full", "w") as file:
             file.write("data")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(SystemExit, match="^error: no space left on device; no file that was there is lost"):
         run_program(main)
