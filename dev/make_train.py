@@ -141,8 +141,8 @@ def can_go_on(directory: Path, flags: list[str], config: type[Config]) -> bool:
         newest = newest_checkpoint(directory)
         if newest:
             sizes, *_, state = load_checkpoint(newest, config)
-            shape = args.batch_size, state["loader"]["T"], sizes.vocab_size
             check_goes_on(newest, state)
+            shape = args.batch_size, state["loader"]["T"], sizes.vocab_size
             loader = DataLoader(args.data, "train", *shape, args.seed, args.raw_tokens)
             loader.load_state(state["loader"])
             loader.identify()

@@ -10,7 +10,6 @@ for nothing. With --again the test that noticed it then runs first, and mutants 
 deleted tests are judged: what they alone noticed is printed as lost.
 """
 
-import argparse
 import ast
 import json
 import os
@@ -24,6 +23,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, wherever this is run from
+
+from device.errors import UserError
+from llmc.run.arguments import Parser, a_path, positive
+from llmc.run.program import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = ("kernels", "llmc", "device", "train_gpt2_fp32.py", "train_llama3.py", "train_pythia.py", "train_qwen3.py")
@@ -43,7 +48,7 @@ TEST_FILES, SECONDS = 6, 240  # tried for each mutant; before it counts as notic
 
 def mutants(count: int) -> list[dict]:
     """Draws so many faults, as many of each name as there are. Equal on every call for one state of the code."""
-    listed = subprocess.run(["git", "ls-files", *PLACES], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.check_output(["git", "ls-files", *PLACES], cwd=ROOT, encoding="utf-8")
     found: dict[str, list[dict]] = {name: [] for name in FAULTS}
     for path in listed.split():
         if path.endswith(CODE):
@@ -115,7 +120,7 @@ def judge(mutant: dict, tree: Path, python: str) -> dict:
         for test in tests:
             command = [python, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", f"tests/{test}"]
             running = subprocess.Popen(
-                command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8",
                 start_new_session=True,
             )  # fmt: skip
             try:
@@ -134,15 +139,16 @@ def judge(mutant: dict, tree: Path, python: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("out", type=Path, help="the JSON file to write")
-    parser.add_argument("--again", type=Path, metavar="JSON", help="what an earlier call wrote")
-    parser.add_argument("--count", type=int, default=300, metavar="N", help="mutants to draw (300)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants judged at a time (1)")
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("out", type=a_path, help="the JSON file to write")
+    parser.add_argument("--again", type=a_path, metavar="JSON", help="what an earlier call wrote")
+    parser.add_argument("--count", type=positive, default=300, metavar="N", help="mutants to draw (300)")
+    parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="mutants judged at a time (1)")
     args = parser.parse_args()
-    drawn = mutants(args.count)
+    if args.out.exists():
+        raise UserError(f"{args.out} exists: name another file")
+    drawn = [] if args.again else mutants(args.count)
     if args.again:
-        drawn = []
         for mutant in json.loads(args.again.read_text(encoding="utf-8")):
             path = ROOT / mutant["path"]
             lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
@@ -177,4 +183,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -1,5 +1,5 @@
-// Preloaded into a process, it sees each call about a file below a folder: whatever opens, lists, looks up, reads, maps,
-// writes, syncs, renames, removes or closes one. It can end the process at one of them, let it fail, and record those
+// Preloaded into a process, it sees each call about a file below a folder: whatever opens, lists, looks up, reads,
+// maps, writes, syncs, renames, removes or closes one. It can end the process at one of them, let it fail, and record those
 // that change something. test_file_calls.py has the rest.
 
 #include <dirent.h>
@@ -94,7 +94,8 @@ OPEN(open64, openat64)
 READER(ssize_t, read, (int fd, void* to, size_t n), (fd, to, n), -1, path_of(fd))
 READER(ssize_t, pread, (int fd, void* to, size_t n, off_t at), (fd, to, n, at), -1, path_of(fd))
 READER(ssize_t, pread64, (int fd, void* to, size_t n, off64_t at), (fd, to, n, at), -1, path_of(fd))
-READER(void*, mmap, (void* to, size_t n, int p, int f, int fd, off_t at), (to, n, p, f, fd, at), MAP_FAILED, path_of(fd))
+READER(void*, mmap, (void* to, size_t n, int p, int f, int fd, off_t at), (to, n, p, f, fd, at), MAP_FAILED,
+       path_of(fd))
 READER(void*, mmap64, (void* to, size_t n, int p, int f, int fd, off64_t at), (to, n, p, f, fd, at), MAP_FAILED,
        path_of(fd))
 READER(DIR*, opendir, (const char* f), (f), nullptr, path_of(AT_FDCWD, f))

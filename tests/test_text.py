@@ -440,12 +440,3 @@ def test_plain_text_becomes_bytes_without_the_libraries_and_else_the_missing_one
     for name in ("a.jsonl", "owner/name"):
         assert refusal(prepare, name).endswith("install it with: pip install datasets")
     assert refusal(prepare, "in", "--tokenizer", "chat.json").endswith("pip install tokenizers")
-
-
-def test_a_work_directory_of_somebodys_is_refused_and_stays(prepare):
-    write_texts(20)
-    Path("mine_work").mkdir()
-    Path("mine_work/thesis.txt").write_text("mine")
-    said = conftest.refusal(prepare, "in", "-o", "mine", *BYTES)
-    assert said.startswith("mine_work: a run removes it, and its thesis.txt is not ours")
-    assert os.listdir("mine_work") == ["thesis.txt"]
