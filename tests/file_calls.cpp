@@ -1,6 +1,6 @@
 // Preloaded into a process, it sees each call about a file below a folder: whatever opens, lists, looks up, reads,
-// maps, writes, syncs, renames, removes or closes one. It can end the process at one of them, let it fail, and record those
-// that change something. test_file_calls.py has the rest.
+// maps, writes, syncs, renames, removes or closes one. It can end the process at one of them, let it fail, and record
+// those that change something. test_file_calls.py has the rest.
 
 #include <dirent.h>
 #include <dlfcn.h>
