@@ -57,20 +57,17 @@ NOT_RUN = {
     "a target of the Makefile, which tests/test_make.py reads": ["make *"],
     "tests, which run by themselves": ["*python -m pytest*"],
     "measured on the H200": [
-        "python dev/bench*", "python dev/timeline.py*", "python dev/profile_step.py*",
-        "python dev/plot_log.py*", "nvidia-smi *", "python doc/step.py",
-        "python doc/latency.py*", "python doc/left_out.py*", "python doc/layouts.py",
-        "python doc/triton_product.py*", "ncu *",
+        "python dev/bench*", "python dev/profile_step.py*", "python dev/plot_log.py*", "nvidia-smi *", "ncu *",
     ],
     "trains, or reads what was trained: long, or on the H200": [
         "python train_*.py *", "python generate.py *", "python dev/hf/export_hf.py *", "python dev/hf/import_hf.py *",
     ],
     "needs several machines": ["torchrun *", "srun *", "mpirun *"],
     "needs the network": [
-        "pip install *", "apt-get *", "bash dev/download_starter_pack.sh", "docker *", "git clone *",
+        "pip install *", "apt-get *", "bash dev/download_starter_pack.sh", "docker *", "git clone *", "git worktree *",
         "python dev/data/*",
     ],
-    "long": ["python doc/planted.py", "python -m timeit *"],
+    "long": ["python -m timeit *"],
     "shown in full in page 14, where it is run": ["LLMC_CPU_DEBUG=1 *gdb *"],
     "has tests of its own": [
         "python dev/microscope *", "python doc/draw.py*", "python doc/*.py --write", "python doc/ladder.py*",
