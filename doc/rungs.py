@@ -399,7 +399,7 @@ TOPICS["classifier"] = Topic(
 
 
 def causal_softmax(a: SimpleNamespace) -> dict:
-    x = a.att.reshape(-1, a.T, a.T) / 8
+    x = a.scale * a.att.reshape(-1, a.T, a.T)
     x = np.where(np.tri(a.T, dtype=bool), x, -np.inf)
     p = np.exp(x - x.max(axis=2, keepdims=True))
     return {"att": (p / p.sum(axis=2, keepdims=True)).reshape(a.att.shape)}
@@ -515,20 +515,17 @@ TOPICS["flash_attention_backward"] = Topic(
     ],
 )  # fmt: skip
 
-RECIPE = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-STEP = 3
+RECIPE = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "t": 3}
 FACTORS = {
-    "complement1": 1 - RECIPE["beta1"], "complement2": 1 - RECIPE["beta2"],
-    "correction1": 1 - RECIPE["beta1"] ** STEP, "correction2": 1 - RECIPE["beta2"] ** STEP,
+    "complement1": 1 - 0.9, "complement2": 1 - 0.999, "correction1": 1 - 0.9**3, "correction2": 1 - 0.999**3,
 }  # fmt: skip
 
 
 def adamw_step(a: SimpleNamespace) -> dict:
-    r = SimpleNamespace(**RECIPE, **FACTORS)
-    m = r.beta1 * a.m + r.complement1 * a.grads
-    v = r.beta2 * a.v + r.complement2 * a.grads**2
-    step = (m / r.correction1) / (np.sqrt(v / r.correction2) + r.eps)
-    return {"params": a.params - r.lr * (step + r.weight_decay * a.params), "m": m, "v": v}
+    m = a.beta1 * a.m + (1 - a.beta1) * a.grads
+    v = a.beta2 * a.v + (1 - a.beta2) * a.grads**2
+    step = m / (1 - a.beta1**a.t) / (np.sqrt(v / (1 - a.beta2**a.t)) + a.eps)
+    return {"params": a.params - a.lr * (step + a.weight_decay * a.params), "m": m, "v": v}
 
 
 def moments(size: SimpleNamespace, given: dict) -> dict:
@@ -551,7 +548,7 @@ TOPICS["adamw"] = Topic(
         rung("fused_kernel", lambda a: grid(a.n)),
         rung("float4_kernel", lambda a: grid(a.n, block=1024), fours=True),
         Rung("adamw of kernels/adamw.py",
-             lambda cu, a: adamw(a.params, a.grads, a.m, a.v, a.norm, a.n, *RECIPE.values(), STEP),
+             lambda cu, a: adamw(a.params, a.grads, a.m, a.v, a.norm, a.n, *RECIPE.values()),
              "The same with the factor that clips, and a guard against gradients that are not finite."),
     ],
 )  # fmt: skip

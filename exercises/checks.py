@@ -52,7 +52,7 @@ from device import Source, ceil_div, cpp, kernel_declarations
 from device.errors import UserError
 from device.fp8 import from_e4m3
 from doc.ladder import TF32, place_arrays, references, relative_error, text_of
-from doc.rungs import TOPICS
+from doc.rungs import TOPICS, adamw_step, causal_softmax, gelu_gradients, normalised
 from exercises.cut import EXERCISES, HERE, Exercise
 from llmc.run.program import run_program
 
@@ -482,10 +482,9 @@ def check_layernorm(lab: Lab) -> None:
                 else:
                     kernels.layernorm.layernorm_forward(out, stats, given(x), norm, B, T, C)
             sums = x.astype(np.float64) + (branch if fused else 0)
-            means, want_rstd = sums.mean(1), 1 / np.sqrt(sums.var(1) + 1e-5)
-            lab.expect("mean", mean, means, ROUNDING)
-            lab.expect("rstd", rstd, want_rstd, ROUNDING)
-            lab.expect("out", out, (sums - means[:, None]) * want_rstd[:, None] * weight + bias, ROUNDING)
+            want = normalised(SimpleNamespace(inp=sums, weight=weight, bias=bias))
+            for name, got in ("mean", mean), ("rstd", rstd), ("out", out):
+                lab.expect(name, got, want[name], ROUNDING)
 
 
 def check_tf32(lab: Lab) -> None:
@@ -520,13 +519,9 @@ def check_gelu(lab: Lab) -> None:
         dinp, dbias, out_T = given(dout), given(bias), output(C, N)
         with lab.in_place_of(kernels.gelu.cu):
             kernels.gelu.gelu_backward(dinp, dbias, out_T.T, dinp, given(inp), given(bias), N, C)
-        x = inp.astype(np.float64) + bias
-        tanh = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
-        slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
-        want = dout * (0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * slope)
-        lab.expect("out_T", out_T, (0.5 * x * (1 + tanh)).T, ROUNDING)
-        lab.expect("dout", dinp, want, ROUNDING)
-        lab.expect("dbias", dbias, bias + want.sum(0), 10 * ROUNDING)
+        want = gelu_gradients(SimpleNamespace(inp=inp.astype(np.float64), bias=bias, dout=dout, dbias=bias))
+        for name, got, tolerance in ("out_T", out_T, 1), ("dout", dinp, 1), ("dbias", dbias, 10):
+            lab.expect(name, got, want[name], tolerance * ROUNDING)
 
 
 def pair(x: np.ndarray) -> tuple[float, float]:
@@ -554,11 +549,9 @@ def check_softmax(lab: Lab) -> None:
         att = given(scores)
         with lab.in_place_of(kernels.attention.cu):
             kernels.attention.launch_by_att_row("softmax_forward_kernel", rows, (att, np.float32(scale), rows, T))
-        seen = np.arange(T) <= np.arange(rows)[:, None] % T
-        x = np.where(seen, scale * scores.astype(np.float64), -np.inf)
         with np.errstate(under="ignore"):
-            x = np.exp(x - x.max(1, keepdims=True))
-        lab.expect("att", att, x / x.sum(1, keepdims=True), ROUNDING)
+            want = causal_softmax(SimpleNamespace(att=scores.astype(np.float64), scale=scale, T=T))
+        lab.expect("att", att, want["att"], ROUNDING)
 
 
 def tiles_of(k: np.ndarray, v: np.ndarray, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -624,21 +617,16 @@ def check_fragments(lab: Lab) -> None:
 
 
 def check_adamw(lab: Lab) -> None:
-    n, scale, lr, beta1, beta2, decay, eps = 1030, 0.5, 0.1, 0.9, 0.999, 0.1, 0.01  # eps shows where it is added
-    params, m, v = (given(values) for values in (normal(n), *np.zeros((2, n))))
-    norm = given(np.array([0, scale, 0, 0]))
-    want, want_m, want_v = params.astype(np.float64), np.zeros(n), np.zeros(n)
+    n, scale, recipe = 1030, 0.5, {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 0.01, "weight_decay": 0.1}
+    arrays = {"params": given(normal(n)), "m": given(np.zeros(n)), "v": given(np.zeros(n))}
+    want, norm = {name: array.astype(np.float64) for name, array in arrays.items()}, given(np.array([0, scale, 0, 0]))
     for t in 1, 2, 3:
         lab.case, grads = f"step {t}", normal(t, n)[t - 1]
         with lab.in_place_of(kernels.adamw.cu):
-            kernels.adamw.adamw(params, given(grads), m, v, norm, n, lr, beta1, beta2, eps, decay, t)
-        g = scale * grads.astype(np.float64)
-        want_m = beta1 * want_m + (1 - beta1) * g
-        want_v = beta2 * want_v + (1 - beta2) * g**2
-        step = want_m / (1 - beta1**t) / (np.sqrt(want_v / (1 - beta2**t)) + eps)
-        want = want - lr * (step + decay * want)
-        for name, got, values in ("m", m, want_m), ("v", v, want_v), ("params", params, want):
-            lab.expect(name, got, values, ROUNDING)
+            kernels.adamw.adamw(grads=given(grads), norm=norm, n=n, t=t, **arrays, **recipe)
+        want = adamw_step(SimpleNamespace(**want, **recipe, grads=scale * grads.astype(np.float64), t=t))
+        for name in "m", "v", "params":
+            lab.expect(name, arrays[name], want[name], ROUNDING)
 
 
 def check_tensor_cores(lab: Lab) -> None:
