@@ -66,12 +66,6 @@ def test_a_peer_that_needs_torchao_says_so(capsys, monkeypatch):
     assert last.startswith(step.TRAINERS["compile-cudnn-fp8"]) and last.endswith("pip install torchao")
 
 
-def test_a_batch_that_fp8_does_not_take_is_refused(monkeypatch):
-    monkeypatch.setattr(step, "measure_ceilings", lambda: ceilings.Ceilings(1e12, 1e9, ""))
-    flags = ["--precision", "fp8", "-t", "9", "--peers", ""]
-    assert "needs a multiple of 16 positions" in refusal(step.main, [*TINY["train_llama3"], *flags])
-
-
 def test_text_times_a_token_beside_transformers(monkeypatch, capsys):
     device.use("cpu")
     monkeypatch.setattr(text, "measure_copy", lambda: 1e9)
@@ -144,15 +138,6 @@ def test_the_limit_of_gpt2_124m_counts_what_a_step_must_do(precision, size, monk
     kept_bytes = 12 * 16 * (size * (3 + 1 + 2 + 4) * 768 + 4 * (4 + 12)) + 16 * (size * 768 + 4 * 2)
     assert ms["kept activations across memory once"] == pytest.approx(1000 * 4 * kept_bytes / 1e9)
     assert ms["logits across memory once"] == pytest.approx(1000 * 2 * size * 16 * 50304 / 1e9)
-
-
-@pytest.mark.parametrize("precision, product", [("fp32", "fp32"), ("bf16", "bf16"), ("fp8", "bf16")])
-def test_a_ceiling_is_named_by_the_type_of_its_product(precision, product, monkeypatch):
-    device.use("cpu")
-    device.use_precision(precision)
-    monkeypatch.setattr(ceilings, "product_seconds", lambda m, n, k: 1.0)
-    monkeypatch.setattr(ceilings, "measure_copy", lambda: 1e9)
-    assert ceilings.measure_ceilings().description.startswith(f"ceilings: {product} matrix product")
 
 
 # The columns of doc/speed.md
