@@ -122,17 +122,18 @@ def references(topic: Topic, sizes: dict[str, int]) -> dict[str, np.ndarray]:
     reads, adds, _ = host_arrays(topic, sizes)
     given = {name: as_floats(array) for name, array in (reads | adds).items()}
     exact = {k: x.astype(np.float64) if x.dtype == np.float32 else x for k, x in given.items()}
-    return topic.reference(SimpleNamespace(**sizes, **exact))
+    return topic.reference(SimpleNamespace(**sizes, **exact, **topic.numbers))
 
 
 def place_arrays(topic: Topic, sizes: dict[str, int], place: Callable[[str, np.ndarray], object]) -> SimpleNamespace:
-    """The sizes and device arrays that a rung is given; place(how, values) puts an array on the device, where how is
-    "read", "update", "write" or "scratch"."""
+    """The sizes, numbers and device arrays that a rung is given; place(how, values) puts an array on the device, where
+    how is "read", "update", "write" or "scratch"."""
     reads, adds, sets = host_arrays(topic, sizes)
     shapes = shapes_of(topic.scratch, SimpleNamespace(**sizes))
     scratch = {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
     kinds = ("read", reads), ("update", adds), ("write", sets), ("scratch", scratch)
-    return SimpleNamespace(**sizes, **{k: place(how, x) for how, named in kinds for k, x in named.items()})
+    placed = {k: place(how, x) for how, named in kinds for k, x in named.items()}
+    return SimpleNamespace(**sizes, **{k: np.float32(x) for k, x in topic.numbers.items()}, **placed)
 
 
 def on_device(how: str, values: np.ndarray):

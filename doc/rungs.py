@@ -1,14 +1,15 @@
 """What the ladders are made of: for each topic its arrays, sizes and reference, and its rungs in their order.
 
-doc/ladder.py climbs them. A topic's sizes have llm.c's names, N is B*T; `a` stands for its arrays and sizes.
+doc/ladder.py climbs them. A topic's sizes have llm.c's names, N is B*T; `a` stands for its arrays, sizes and numbers.
+The kernels' parameters have the names of these, so a launch need not list them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import device
-from device import ceil_div
+from device import ceil_div, sources
 from kernels import attention
 from kernels.adamw import adamw
 from kernels.classifier import fused_classifier
@@ -62,12 +63,24 @@ class Topic:
     rungs: list[Rung]
     flops: Callable[[SimpleNamespace], float] | None = None
     others: Callable[[SimpleNamespace, dict], dict] = lambda size, given: {}  # arrays that are not just random
+    numbers: dict[str, float] = field(default_factory=dict)  # that kernels are given
     bf16: tuple[str, ...] = ()
     gpu: str = ""               # whose times the book shows, if it is another one than that of most topics
 
 
 def grid(n: int, *others: int, block: int = 256) -> tuple:
     return (ceil_div(n, block), *others)
+
+
+def launch(cu: device.Source, a: SimpleNamespace, kernel: str, grid: tuple, block: tuple, **others) -> None:
+    """Launches a kernel of the topic's file. others: those of its parameters that the topic does not know."""
+    parameters = sources.kernel_accesses(cu.path)[kernel]
+    cu.launch(kernel, grid, block, tuple(others[one] if one in others else getattr(a, one) for one in parameters))
+
+
+def rung(kernel: str, grid: Callable[[SimpleNamespace], tuple], block: tuple = (256,), **options) -> Rung:
+    """A rung that launches one kernel."""
+    return Rung(kernel, lambda cu, a: launch(cu, a, kernel, grid(a), block), **options)
 
 
 TOPICS: dict[str, Topic] = {}
@@ -78,16 +91,10 @@ TOPICS["copy"] = Topic(
     reference=lambda a: {"out": a.inp},
     bytes=lambda s: 8 * s.n,
     rungs=[
-        Rung("run_a_thread_kernel",
-             lambda cu, a: cu.launch("run_a_thread_kernel", grid(a.n, block=32 * 256), (256,), (a.out, a.inp, a.n))),
-        Rung("float_a_thread_kernel",
-             lambda cu, a: cu.launch("float_a_thread_kernel", grid(a.n), (256,), (a.out, a.inp, a.n))),
-        Rung("float4_a_thread_kernel",
-             lambda cu, a: cu.launch("float4_a_thread_kernel", grid(a.n, block=1024), (256,), (a.out, a.inp, a.n)),
-             fours=True),
-        Rung("four_loads_kernel",
-             lambda cu, a: cu.launch("four_loads_kernel", grid(a.n, block=4096), (256,), (a.out, a.inp, a.n)),
-             fours=True),
+        rung("run_a_thread_kernel", lambda a: grid(a.n, block=32 * 256)),
+        rung("float_a_thread_kernel", lambda a: grid(a.n)),
+        rung("float4_a_thread_kernel", lambda a: grid(a.n, block=1024), fours=True),
+        rung("four_loads_kernel", lambda a: grid(a.n, block=4096), fours=True),
         # In a graph a copy is left to the copy engines, which are slower than the multiprocessors.
         Rung("cudaMemcpyAsync", lambda cu, a: device.copy(a.out, a.inp), "NVIDIA's own.", recorded=False),
     ],
@@ -97,29 +104,26 @@ TOPICS["copy"] = Topic(
 def in_chunks(kernel: str, width: int = 1) -> Launch:
     """64 chunks of rows, then their sums."""
 
-    def launch(cu: device.Source, a: SimpleNamespace) -> None:
+    def chunks_then_sums(cu: device.Source, a: SimpleNamespace) -> None:
         rows = ceil_div(a.N, 64)
-        chunks = ceil_div(a.N, rows)
-        cu.launch(kernel, grid(a.C, chunks, block=64 * width), (64,), (a.scratch, a.inp, a.N, a.C, rows))
-        cu.launch("second_stage_kernel", grid(a.C, block=64), (64,), (a.out, a.scratch, chunks, a.C))
+        P = ceil_div(a.N, rows)
+        launch(cu, a, kernel, grid(a.C, P, block=64 * width), (64,), rows=rows)
+        launch(cu, a, "second_stage_kernel", grid(a.C, block=64), (64,), P=P)
 
-    return launch
+    return chunks_then_sums
 
 
 TOPICS["column_sum"] = Topic(
-    reads="inp=N,C", sets="", adds="out=C", scratch="scratch=P,C",
+    reads="inp=N,C", sets="", adds="out=C", scratch="partials=P,C",
     odd={"N": 131, "C": 37}, fours={"N": 131, "C": 36}, round={"N": 640, "C": 128}, bench={"N": 4096, "C": 3072},
     reference=lambda a: {"out": a.out + a.inp.sum(axis=0)},
     bytes=lambda s: 4 * s.N * s.C,
     rungs=[
-        Rung("thread_a_column_kernel",
-             lambda cu, a: cu.launch("thread_a_column_kernel", grid(a.C, block=64), (64,), (a.out, a.inp, a.N, a.C))),
-        Rung("block_a_column_kernel",
-             lambda cu, a: cu.launch("block_a_column_kernel", (a.C,), (256,), (a.out, a.inp, a.N, a.C))),
+        rung("thread_a_column_kernel", lambda a: grid(a.C, block=64), (64,)),
+        rung("block_a_column_kernel", lambda a: (a.C,)),
         Rung("atomics_kernel",
-             lambda cu, a: cu.launch(
-                 "atomics_kernel", grid(a.C, 64, block=64), (64,), (a.out, a.inp, a.N, a.C, ceil_div(a.N, 64))),
-             ordered=False),
+             lambda cu, a: launch(
+                 cu, a, "atomics_kernel", grid(a.C, 64, block=64), (64,), rows=ceil_div(a.N, 64)), ordered=False),
         Rung("chunks_kernel", in_chunks("chunks_kernel")),
         Rung("float4_kernel", in_chunks("float4_kernel", 4), fours=True),
         Rung("column_sum of kernels/reduce.py", lambda cu, a: column_sum(a.out, a.inp, a.N, a.C),
@@ -134,22 +138,16 @@ def normalised(a: SimpleNamespace) -> dict:
     return {"out": (a.inp - mean[:, None]) * rstd[:, None] * a.weight + a.bias, "mean": mean, "rstd": rstd}
 
 
-def layernorm_rung(kernel: str, grid_of: Callable, block: tuple, fours: bool = False) -> Rung:
-    return Rung(kernel, lambda cu, a: cu.launch(
-        kernel, grid_of(a.N), block, (a.out, a.mean, a.rstd, a.inp, a.weight, a.bias, a.N, a.C)),
-        fours=fours)  # fmt: skip
-
-
 TOPICS["layernorm_forward"] = Topic(
     reads="inp=N,C weight=C bias=C", sets="out=N,C mean=N rstd=N", adds="", scratch="",
     odd={"N": 37, "C": 101}, fours={"N": 37, "C": 100}, round={"N": 64, "C": 768}, bench={"N": 4096, "C": 768},
     reference=normalised,
     bytes=lambda s: 8 * s.N * s.C,
     rungs=[
-        layernorm_rung("thread_a_row_kernel", lambda N: grid(N, block=64), (64,)),
-        layernorm_rung("block_a_row_kernel", lambda N: (N,), (256,)),
-        layernorm_rung("warp_a_row_kernel", lambda N: grid(N, block=8), (32, 8)),
-        layernorm_rung("registers_kernel", lambda N: grid(N, block=8), (32, 8), fours=True),
+        rung("thread_a_row_kernel", lambda a: grid(a.N, block=64), (64,)),
+        rung("block_a_row_kernel", lambda a: (a.N,)),
+        rung("warp_a_row_kernel", lambda a: grid(a.N, block=8), (32, 8)),
+        rung("registers_kernel", lambda a: grid(a.N, block=8), (32, 8), fours=True),
         Rung("layernorm_forward of kernels/layernorm.py",
              lambda cu, a: layernorm_forward(a.out, (a.mean, a.rstd), a.inp, (a.weight, a.bias), 1, a.N, a.C),
              "A warp for a row of up to 1024 channels, several warps for a longer one; rows wait in shared memory."),
@@ -164,46 +162,30 @@ def layernorm_gradients(a: SimpleNamespace) -> dict:
 
 
 def thread_a_row(cu: device.Source, a: SimpleNamespace) -> None:
-    cu.launch(
-        "thread_a_row_kernel", grid(a.N, block=64), (64,), (a.dinp, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C)
-    )
-    cu.launch(
-        "thread_a_column_kernel", grid(a.C, block=64), (64,),
-        (a.dweight, a.dbias, a.dout, a.inp, a.mean, a.rstd, a.N, a.C)
-    )
+    launch(cu, a, "thread_a_row_kernel", grid(a.N, block=64), (64,))
+    launch(cu, a, "thread_a_column_kernel", grid(a.C, block=64), (64,))
 
 
 def warp_a_row(cu: device.Source, a: SimpleNamespace) -> None:
-    rows = ceil_div(a.N, 64)
-    chunks = ceil_div(a.N, rows)
-    cu.launch(
-        "warp_a_row_kernel", grid(a.N, block=8), (32, 8), (a.dinp, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C)
-    )
-    cu.launch(
-        "chunks_kernel", grid(a.C, chunks, block=64), (64,), (a.scratch, a.dout, a.inp, a.mean, a.rstd, a.N, a.C, rows)
-    )
-    cu.launch("second_stage_kernel", grid(a.C, block=64), (64,), (a.dweight, a.dbias, a.scratch, chunks, a.C))
+    launch(cu, a, "warp_a_row_kernel", grid(a.N, block=8), (32, 8))
+    in_chunks("chunks_kernel")(cu, a)
 
 
 def one_pass(cu: device.Source, a: SimpleNamespace) -> None:
     blocks = min(MAX_PARTIALS, a.N)
-    cu.launch(
-        "one_pass_kernel", (blocks,), (256,), (a.dinp, a.scratch, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C)
-    )
-    cu.launch("second_stage_kernel", grid(a.C, block=64), (64,), (a.dweight, a.dbias, a.scratch, blocks, a.C))
+    launch(cu, a, "one_pass_kernel", (blocks,), (256,))
+    launch(cu, a, "second_stage_kernel", grid(a.C, block=64), (64,), P=blocks)
 
 
 TOPICS["layernorm_backward"] = Topic(
     reads="dout=N,C inp=N,C weight=C mean=N rstd=N", sets="", adds="dinp=N,C dweight=C dbias=C",
-    scratch="scratch=P,3*C",
+    scratch="partials=P,3*C",
     odd={"N": 37, "C": 101}, fours={"N": 37, "C": 100}, round={"N": 64, "C": 768}, bench={"N": 4096, "C": 768},
     reference=layernorm_gradients,
     bytes=lambda s: 16 * s.N * s.C,
     rungs=[
         Rung("thread_a_row_kernel", thread_a_row),
-        Rung("atomics_kernel",
-             lambda cu, a: cu.launch("atomics_kernel", grid(a.N, block=8), (32, 8), (
-                 a.dinp, a.dweight, a.dbias, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C)), ordered=False),
+        rung("atomics_kernel", lambda a: grid(a.N, block=8), (32, 8), ordered=False),
         Rung("warp_a_row_kernel", warp_a_row),
         Rung("one_pass_kernel", one_pass),
         Rung("layernorm_backward of kernels/layernorm.py",
@@ -217,23 +199,22 @@ TOPICS["layernorm_backward"] = Topic(
 
 def product_rung(kernel: str, block: tuple, rows: int, columns: int, **options) -> Rung:
     """A block makes rows x columns elements; the naive one has the rows along x."""
-
-    def launch(cu: device.Source, a: SimpleNamespace) -> None:
-        down, across = ceil_div(a.M, rows), ceil_div(a.N, columns)
-        blocks = (down, across) if kernel == "naive_kernel" else (across, down)
-        cu.launch(kernel, blocks, block, (a.c, a.a, a.b, a.M, a.N, a.K))
-
-    return Rung(kernel, launch, **options)
+    step = -1 if kernel == "naive_kernel" else 1
+    return rung(kernel, lambda a: (ceil_div(a.N, columns), ceil_div(a.M, rows))[::step], block, **options)
 
 
-def cublas(tf32: bool) -> Launch:
-    def launch(cu: device.Source, a: SimpleNamespace) -> None:
+def cublas(cu: device.Source, a: SimpleNamespace) -> None:
+    device.gemm(a.c, a.a, a.b, a.M, a.N, a.K)
+
+
+def cublas_in(precision: str) -> Launch:
+    def product(cu: device.Source, a: SimpleNamespace) -> None:
         before = device.precision
-        device.use_precision("tf32" if tf32 else "fp32")
-        device.gemm(a.c, a.a, a.b, a.M, a.N, a.K)
+        device.use_precision(precision)
+        cublas(cu, a)
         device.use_precision(before)
 
-    return launch
+    return product
 
 
 TOPICS["matmul"] = Topic(
@@ -253,10 +234,15 @@ TOPICS["matmul"] = Topic(
         product_rung("warp_tiles_kernel", (256,), 128, 128, fours=True),
         product_rung("mma_kernel", (256,), 128, 128, fours=True, tf32=True),
         product_rung("two_stages_kernel", (256,), 128, 128, fours=True, tf32=True),
-        Rung("cuBLAS in fp32", cublas(False), "NVIDIA's own, without tensor cores."),
-        Rung("cuBLAS in TF32", cublas(True), "NVIDIA's own, which training uses.", tf32=True),
+        Rung("cuBLAS in fp32", cublas_in("fp32"), "NVIDIA's own, without tensor cores."),
+        Rung("cuBLAS in TF32", cublas_in("tf32"), "NVIDIA's own, which training uses.", tf32=True),
     ],
 )  # fmt: skip
+
+
+def tiles_of_32(a: SimpleNamespace) -> tuple:
+    return ceil_div(a.C, 32), ceil_div(a.N, 32)
+
 
 TOPICS["transpose"] = Topic(
     reads="inp=N,C", sets="out=C,N", adds="", scratch="",
@@ -264,14 +250,10 @@ TOPICS["transpose"] = Topic(
     reference=lambda a: {"out": a.inp.T},
     bytes=lambda s: 8 * s.N * s.C,
     rungs=[
-        Rung("rows_in_kernel", lambda cu, a: cu.launch(
-            "rows_in_kernel", (ceil_div(a.C, 32), ceil_div(a.N, 8)), (32, 8), (a.out, a.inp, a.N, a.C))),
-        Rung("rows_out_kernel", lambda cu, a: cu.launch(
-            "rows_out_kernel", (ceil_div(a.N, 32), ceil_div(a.C, 8)), (32, 8), (a.out, a.inp, a.N, a.C))),
-        Rung("tile_kernel", lambda cu, a: cu.launch(
-            "tile_kernel", (ceil_div(a.C, 32), ceil_div(a.N, 32)), (32, 8), (a.out, a.inp, a.N, a.C))),
-        Rung("padded_tile_kernel", lambda cu, a: cu.launch(
-            "padded_tile_kernel", (ceil_div(a.C, 32), ceil_div(a.N, 32)), (32, 8), (a.out, a.inp, a.N, a.C))),
+        rung("rows_in_kernel", lambda a: (ceil_div(a.C, 32), ceil_div(a.N, 8)), (32, 8)),
+        rung("rows_out_kernel", lambda a: (ceil_div(a.N, 32), ceil_div(a.C, 8)), (32, 8)),
+        rung("tile_kernel", tiles_of_32, (32, 8)),
+        rung("padded_tile_kernel", tiles_of_32, (32, 8)),
         Rung("transpose of kernels/matmul.py", lambda cu, a: transpose(a.out, a.inp, a.N, a.C),
              "Tiles of 64 x 64, which device memory gives and takes by 16 bytes."),
     ],
@@ -289,12 +271,10 @@ TOPICS["gelu"] = Topic(
     reference=gelu,
     bytes=lambda s: 8 * s.N * s.C,
     rungs=[
-        Rung("formula_kernel", lambda cu, a: cu.launch(
-            "formula_kernel", grid(a.N * a.C), (256,), (a.out, a.inp, a.bias, a.N * a.C, a.C))),
-        Rung("sigmoid_kernel", lambda cu, a: cu.launch(
-            "sigmoid_kernel", (a.N, ceil_div(a.C, 256)), (256,), (a.out, a.inp, a.bias, a.C))),
-        Rung("float4_kernel", lambda cu, a: cu.launch(
-            "float4_kernel", (a.N, ceil_div(a.C, 1024)), (256,), (a.out, a.inp, a.bias, a.C)), fours=True),
+        Rung("formula_kernel",
+             lambda cu, a: launch(cu, a, "formula_kernel", grid(a.N * a.C), (256,), n=a.N * a.C)),
+        rung("sigmoid_kernel", lambda a: (a.N, ceil_div(a.C, 256))),
+        rung("float4_kernel", lambda a: (a.N, ceil_div(a.C, 1024)), fours=True),
         Rung("gelu_forward of kernels/gelu.py", lambda cu, a: gelu_forward(a.out, a.inp, a.bias, a.N, a.C),
              "The same, for any C and any place of the bias."),
     ],
@@ -310,34 +290,31 @@ def gelu_gradients(a: SimpleNamespace) -> dict:
 
 
 def scattered(cu: device.Source, a: SimpleNamespace) -> None:
-    cu.launch("scattered_kernel", grid(a.N * a.C), (256,), (a.dout, a.out_T, a.inp, a.bias, a.N, a.C))
+    launch(cu, a, "scattered_kernel", grid(a.N * a.C), (256,))
     column_sum(a.dbias, a.dout, a.N, a.C)
 
 
 def kernel_a_result(cu: device.Source, a: SimpleNamespace) -> None:
-    cu.launch("derivative_kernel", (a.N, ceil_div(a.C, 256)), (256,), (a.dout, a.inp, a.bias, a.C))
+    launch(cu, a, "derivative_kernel", (a.N, ceil_div(a.C, 256)), (256,))
     gelu_forward(a.out, a.inp, a.bias, a.N, a.C)
     transpose(a.out_T, a.out, a.N, a.C)
     column_sum(a.dbias, a.dout, a.N, a.C)
 
 
 def by_tiles(cu: device.Source, a: SimpleNamespace) -> None:
-    tiles = ceil_div(a.C, 32), ceil_div(a.N, 32)
-    cu.launch("tile_kernel", tiles, (32, 8), (a.dout, a.out_T, a.inp, a.bias, a.N, a.C))
+    launch(cu, a, "tile_kernel", tiles_of_32(a), (32, 8))
     column_sum(a.dbias, a.dout, a.N, a.C)
 
 
 def with_sums(cu: device.Source, a: SimpleNamespace) -> None:
     rows = rows_per_chunk(a.N, multiple=32)
     chunks = ceil_div(a.N, rows)
-    cu.launch(
-        "sums_kernel", (ceil_div(a.C, 32), chunks), (32, 8), (a.dout, a.out_T, a.scratch, a.inp, a.bias, a.N, a.C, rows)
-    )
-    add_partials([a.dbias], a.scratch, chunks, a.C)
+    launch(cu, a, "sums_kernel", (ceil_div(a.C, 32), chunks), (32, 8), rows=rows)
+    add_partials([a.dbias], a.partials, chunks, a.C)
 
 
 TOPICS["gelu_backward"] = Topic(
-    reads="inp=N,C bias=C", sets="out_T=C,N", adds="dout=N,C dbias=C", scratch="out=N,C scratch=P,C",
+    reads="inp=N,C bias=C", sets="out_T=C,N", adds="dout=N,C dbias=C", scratch="out=N,C partials=P,C",
     odd={"N": 67, "C": 45}, fours={"N": 68, "C": 44}, round={"N": 128, "C": 128}, bench={"N": 4096, "C": 3072},
     reference=gelu_gradients,
     bytes=lambda s: 16 * s.N * s.C,
@@ -377,12 +354,9 @@ TOPICS["embedding_backward"] = Topic(
     reference=embedding_gradient, others=tokens,
     bytes=lambda s: 4 * s.C * (s.N + 2 * different_tokens(s)),
     rungs=[
-        Rung("thread_a_channel_kernel", lambda cu, a: cu.launch(
-            "thread_a_channel_kernel", grid(a.C, block=64), (64,), (a.dwte, a.dout, a.inp, a.N, a.C))),
-        Rung("atomics_kernel", lambda cu, a: cu.launch(
-            "atomics_kernel", (a.N, ceil_div(a.C, 256)), (256,), (a.dwte, a.dout, a.inp, a.C)), ordered=False),
-        Rung("sorted_kernel", lambda cu, a: cu.launch(
-            "sorted_kernel", (a.N,), (256,), (a.dwte, a.dout, a.inp, a.order, a.count, a.C))),
+        rung("thread_a_channel_kernel", lambda a: grid(a.C, block=64), (64,)),
+        rung("atomics_kernel", lambda a: (a.N, ceil_div(a.C, 256)), ordered=False),
+        rung("sorted_kernel", lambda a: (a.N,)),
         Rung("encoder_backward of kernels/encoder.py",
              lambda cu, a: encoder_backward(a.dwte, None, a.dout, a.inp, a.order, a.count, 1, a.N, a.C),
              "Four channels a thread, and four threads share the positions of a token."),
@@ -394,9 +368,6 @@ def with_targets(size: SimpleNamespace, given: dict) -> dict:
     return {"targets": np.random.default_rng(3).integers(0, size.V, size.N, np.int32)}
 
 
-DLOSS = 0.25
-
-
 def cross_entropy(a: SimpleNamespace) -> dict:
     x, rows = a.logits[:, : a.V], np.arange(a.N)
     largest = x.max(axis=1, keepdims=True)
@@ -404,63 +375,53 @@ def cross_entropy(a: SimpleNamespace) -> dict:
     total = p.sum(axis=1, keepdims=True)
     losses = (np.log(total) + largest)[:, 0] - x[rows, a.targets]
     gradient = np.zeros_like(a.logits)
-    gradient[:, : a.V] = p / total * DLOSS
-    gradient[rows, a.targets] -= DLOSS
+    gradient[:, : a.V] = p / total * a.dloss
+    gradient[rows, a.targets] -= a.dloss
     return {"losses": losses, "logits": gradient}
-
-
-def classifier_rung(kernel: str, fours: bool = False) -> Rung:
-    return Rung(kernel, lambda cu, a: cu.launch(
-        kernel, (a.N,), (1024,), (a.logits, a.losses, np.float32(DLOSS), a.targets, a.V, a.Vp)),
-        fours=fours)  # fmt: skip
 
 
 TOPICS["classifier"] = Topic(
     reads="", sets="losses=N", adds="logits=N,Vp", scratch="",
     odd={"N": 3, "V": 1501, "Vp": 1504}, fours={"N": 3, "V": 1501, "Vp": 1512}, round={"N": 8, "V": 4000, "Vp": 4096},
     bench={"N": 4096, "V": 50257, "Vp": 50304},
-    reference=cross_entropy, others=with_targets,
+    reference=cross_entropy, others=with_targets, numbers={"dloss": 0.25},
     bytes=lambda s: 8 * s.N * s.Vp,
     rungs=[
-        Rung("thread_a_row_kernel", lambda cu, a: cu.launch(
-            "thread_a_row_kernel", grid(a.N, block=32), (32,),
-            (a.logits, a.losses, np.float32(DLOSS), a.targets, a.N, a.V, a.Vp))),
-        classifier_rung("block_a_row_kernel"),
-        classifier_rung("online_kernel"),
-        classifier_rung("float4_kernel", fours=True),
+        rung("thread_a_row_kernel", lambda a: grid(a.N, block=32), (32,)),
+        rung("block_a_row_kernel", lambda a: (a.N,), (1024,)),
+        rung("online_kernel", lambda a: (a.N,), (1024,)),
+        rung("float4_kernel", lambda a: (a.N,), (1024,), fours=True),
         Rung("fused_classifier of kernels/classifier.py",
-             lambda cu, a: fused_classifier(a.logits, a.losses, DLOSS, a.targets, 1, a.N, a.V, a.Vp),
+             lambda cu, a: fused_classifier(a.logits, a.losses, float(a.dloss), a.targets, 1, a.N, a.V, a.Vp),
              "The row waits in shared memory, as far as it fits, instead of coming a second time."),
     ],
 )  # fmt: skip
 
 
 def causal_softmax(a: SimpleNamespace) -> dict:
-    x = a.att.reshape(-1, a.T, a.T) / 8
+    x = a.scale * a.att.reshape(-1, a.T, a.T)
     x = np.where(np.tri(a.T, dtype=bool), x, -np.inf)
     p = np.exp(x - x.max(axis=2, keepdims=True))
     return {"att": (p / p.sum(axis=2, keepdims=True)).reshape(a.att.shape)}
 
 
-SCALE = np.float32(0.125)
+def softmax_rung(kernel: str, grid: Callable[[SimpleNamespace], tuple], block: tuple) -> Rung:
+    return Rung(kernel, lambda cu, a: launch(cu, a, kernel, grid(a), block, rows=a.H * a.T))
+
 
 TOPICS["softmax"] = Topic(
     reads="", sets="", adds="att=H*T,T", scratch="",
     odd={"H": 2, "T": 37}, fours={"H": 2, "T": 44}, round={"H": 1, "T": 128}, bench={"H": 48, "T": 1024},
-    reference=causal_softmax,
+    reference=causal_softmax, numbers={"scale": 0.125},
     bytes=lambda s: 6 * s.H * s.T * s.T,
     rungs=[
-        Rung("thread_a_row_kernel", lambda cu, a: cu.launch(
-            "thread_a_row_kernel", grid(a.H * a.T, block=64), (64,), (a.att, SCALE, a.H * a.T, a.T))),
-        Rung("block_a_row_kernel", lambda cu, a: cu.launch(
-            "block_a_row_kernel", (a.H * a.T,), (256,), (a.att, SCALE, a.T))),
-        Rung("warp_a_row_kernel", lambda cu, a: cu.launch(
-            "warp_a_row_kernel", grid(a.H * a.T, block=8), (32, 8), (a.att, SCALE, a.H * a.T, a.T))),
-        Rung("online_kernel", lambda cu, a: cu.launch(
-            "online_kernel", grid(a.H * a.T, block=8), (32, 8), (a.att, SCALE, a.H * a.T, a.T))),
+        softmax_rung("thread_a_row_kernel", lambda a: grid(a.H * a.T, block=64), (64,)),
+        softmax_rung("block_a_row_kernel", lambda a: (a.H * a.T,), (256,)),
+        softmax_rung("warp_a_row_kernel", lambda a: grid(a.H * a.T, block=8), (32, 8)),
+        softmax_rung("online_kernel", lambda a: grid(a.H * a.T, block=8), (32, 8)),
         Rung("softmax_forward_kernel of kernels/attention.cu",
              lambda cu, a: attention.launch_by_att_row(
-                 "softmax_forward_kernel", a.H * a.T, (a.att, SCALE, a.H * a.T, a.T)),
+                 "softmax_forward_kernel", a.H * a.T, (a.att, a.scale, a.H * a.T, a.T)),
              "Four entries a lane by accesses of 16 bytes, and one rescaling for the four."),
     ],
 )  # fmt: skip
@@ -476,8 +437,7 @@ def causal_attention(a: SimpleNamespace) -> dict:
 
 
 def attention_rung(kernel: str, threads: int, tf32: bool = True) -> Rung:
-    return Rung(kernel, lambda cu, a: cu.launch(
-        kernel, (a.B * a.NH, ceil_div(a.T, 64)), (threads,), (a.out, a.lse, a.qkv, a.T, a.NH)), tf32=tf32)  # fmt: skip
+    return rung(kernel, lambda a: (a.B * a.NH, ceil_div(a.T, 64)), (threads,), tf32=tf32)
 
 
 TOPICS["flash_attention"] = Topic(
@@ -526,13 +486,12 @@ def attention_gradients(a: SimpleNamespace) -> dict:
 def backward_rung(kernel: str, passes: int, tf32: bool = True) -> Rung:
     """Blocks with 64 rows: of queries and of keys, or in one pass of keys alone, which add to dq with atomics."""
 
-    def launch(cu: device.Source, a: SimpleNamespace) -> None:
+    def work(cu: device.Source, a: SimpleNamespace) -> None:
         rows, dqkv = a.B * a.T * a.NH, a.dqkv if passes == 1 else None
-        cu.launch("dsum_kernel", grid(rows, block=8), (32, 8), (a.dsum, dqkv, a.dout, a.out, rows, a.T, a.NH))
-        cu.launch(kernel, (a.B * a.NH, ceil_div(a.T, 64), passes), (128,), (
-            a.dqkv, a.dsum, a.dout, a.lse, a.qkv, a.T, a.NH))  # fmt: skip
+        launch(cu, a, "dsum_kernel", grid(rows, block=8), (32, 8), rows=rows, dqkv=dqkv)
+        launch(cu, a, kernel, (a.B * a.NH, ceil_div(a.T, 64), passes), (128,))
 
-    return Rung(kernel, launch, tf32=tf32, ordered=passes > 1)
+    return Rung(kernel, work, tf32=tf32, ordered=passes > 1)
 
 
 TOPICS["flash_attention_backward"] = Topic(
@@ -557,14 +516,16 @@ TOPICS["flash_attention_backward"] = Topic(
 )  # fmt: skip
 
 RECIPE = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "t": 3}
+FACTORS = {
+    "complement1": 1 - 0.9, "complement2": 1 - 0.999, "correction1": 1 - 0.9**3, "correction2": 1 - 0.999**3,
+}  # fmt: skip
 
 
 def adamw_step(a: SimpleNamespace) -> dict:
-    r = SimpleNamespace(**RECIPE)
-    m = r.beta1 * a.m + (1 - r.beta1) * a.grads
-    v = r.beta2 * a.v + (1 - r.beta2) * a.grads**2
-    step = (m / (1 - r.beta1**r.t)) / (np.sqrt(v / (1 - r.beta2**r.t)) + r.eps)
-    return {"params": a.params - r.lr * (step + r.weight_decay * a.params), "m": m, "v": v}
+    m = a.beta1 * a.m + (1 - a.beta1) * a.grads
+    v = a.beta2 * a.v + (1 - a.beta2) * a.grads**2
+    step = m / (1 - a.beta1**a.t) / (np.sqrt(v / (1 - a.beta2**a.t)) + a.eps)
+    return {"params": a.params - a.lr * (step + a.weight_decay * a.params), "m": m, "v": v}
 
 
 def moments(size: SimpleNamespace, given: dict) -> dict:
@@ -572,45 +533,22 @@ def moments(size: SimpleNamespace, given: dict) -> dict:
     return {"v": abs(given["v"]), "norm": np.array([1, 1, 0, 0], np.float32)}
 
 
-def scalars() -> dict[str, np.float32]:
-    r = SimpleNamespace(**RECIPE)
-    values = RECIPE | {
-        "complement1": 1 - r.beta1, "complement2": 1 - r.beta2,
-        "correction1": 1 - r.beta1**r.t, "correction2": 1 - r.beta2**r.t,
-    }  # fmt: skip
-    return {name: np.float32(value) for name, value in values.items()}
-
-
 def line_by_line(cu: device.Source, a: SimpleNamespace) -> None:
-    s = SimpleNamespace(**scalars())
-    cu.launch("moment1_kernel", grid(a.n), (256,), (a.m, a.grads, a.n, s.beta1, s.complement1))
-    cu.launch("moment2_kernel", grid(a.n), (256,), (a.v, a.grads, a.n, s.beta2, s.complement2))
-    cu.launch(
-        "step_kernel", grid(a.n), (256,),
-        (a.params, a.m, a.v, a.n, s.lr, s.correction1, s.correction2, s.eps, s.weight_decay)
-    )
-
-
-def adamw_rung(kernel: str, width: int, fours: bool = False) -> Rung:
-    order = "lr beta1 beta2 complement1 complement2 correction1 correction2 eps weight_decay".split()
-    return Rung(kernel, lambda cu, a: cu.launch(
-        kernel, grid(a.n, block=256 * width), (256,),
-        (a.params, a.grads, a.m, a.v, a.n, *(scalars()[name] for name in order))),
-        fours=fours)  # fmt: skip
+    for kernel in "moment1_kernel", "moment2_kernel", "step_kernel":
+        launch(cu, a, kernel, grid(a.n), (256,))
 
 
 TOPICS["adamw"] = Topic(
     reads="grads=n", sets="", adds="params=n m=n v=n", scratch="",
     odd={"n": 1003}, fours={"n": 1004}, round={"n": 4096}, bench={"n": 1 << 25},
-    reference=adamw_step, others=moments,
+    reference=adamw_step, others=moments, numbers=RECIPE | FACTORS,
     bytes=lambda s: 28 * s.n,
     rungs=[
         Rung("moment1_kernel", line_by_line),
-        adamw_rung("fused_kernel", 1),
-        adamw_rung("float4_kernel", 4, fours=True),
+        rung("fused_kernel", lambda a: grid(a.n)),
+        rung("float4_kernel", lambda a: grid(a.n, block=1024), fours=True),
         Rung("adamw of kernels/adamw.py",
-             lambda cu, a: adamw(a.params, a.grads, a.m, a.v, a.norm, a.n, *(RECIPE[key] for key in
-                                 ("lr", "beta1", "beta2", "eps", "weight_decay", "t"))),
+             lambda cu, a: adamw(a.params, a.grads, a.m, a.v, a.norm, a.n, *RECIPE.values()),
              "The same with the factor that clips, and a guard against gradients that are not finite."),
     ],
 )  # fmt: skip
@@ -627,16 +565,16 @@ TOPICS["matmul_bf16"] = Topic(
         product_rung("mma_kernel", (256,), 128, 128, fours=True),
         product_rung("ldmatrix_kernel", (256,), 128, 128, fours=True),
         product_rung("two_stages_kernel", (256,), 128, 128, fours=True),
-        Rung("cuBLAS in bf16", lambda cu, a: device.gemm(a.c, a.a, a.b, a.M, a.N, a.K),
-             "NVIDIA's own, which training uses."),
+        Rung("cuBLAS in bf16", cublas, "NVIDIA's own, which training uses."),
     ],
 )  # fmt: skip
+
 
 def hopper_rung(kernel: str, columns: int, stages: int, blocks: int = 0, buffer: int = 0) -> Rung:
     """A block makes 128 x columns elements. In shared memory it holds `stages` pairs of tiles, mbarriers, and `buffer`
     bytes. blocks: of a cluster, where blocks stay and take one tile after the other."""
 
-    def launch(cu: device.Source, a: SimpleNamespace) -> None:
+    def work(cu: device.Source, a: SimpleNamespace) -> None:
         arrays, block = (a.c, a.a, a.b), (256 if stages == 1 else 384,)
         if kernel != "wgmma_kernel":
             in_a, in_b = (1, 128, 64), (1, 64, 64)
@@ -647,7 +585,7 @@ def hopper_rung(kernel: str, columns: int, stages: int, blocks: int = 0, buffer:
         shared = stages * ((128 + columns) * 64 * 2 + 16) + buffer
         cu.launch(kernel, grid, block, (*arrays, a.M, a.N, a.K), shared_mem=shared)
 
-    return Rung(kernel, launch, fours=True)
+    return Rung(kernel, work, fours=True)
 
 
 TOPICS["matmul_hopper"] = Topic(

@@ -127,9 +127,7 @@ EXERCISES = (
     Exercise("who_am_i", (Hole("who_am_i_kernel: const int i", "}", BODY),)),
     Exercise("guard", (Hole("twice_kernel: const int i", "}", BODY),)),
     Exercise("plane", (Hole("add_bias_kernel: const int c", "}", BODY),)),
-    Exercise(
-        "neighbours", (Hole("neighbours_kernel: const int i", "}", BODY),), microscope=True
-    ),
+    Exercise("neighbours", (Hole("neighbours_kernel: const int i", "}", BODY),), microscope=True),
     Exercise(
         "race",
         (
@@ -139,16 +137,8 @@ EXERCISES = (
         microscope=True,
     ),
     Exercise("shuffle", (Hole("warp_sums_kernel: float sum", "}", BODY),), microscope=True),
-    Exercise(
-        "sectors",
-        (function("sectors: return"),),
-        kind="py",
-    ),
-    Exercise(
-        "banks",
-        (function("passes: banks ="), function("passes_of_stride: return")),
-        kind="py",
-    ),
+    Exercise("sectors", (function("sectors: return"),), kind="py"),
+    Exercise("banks", (function("passes: banks ="), function("passes_of_stride: return")), kind="py"),
     Exercise(
         "bias_gradient",
         (
@@ -172,9 +162,7 @@ float total = 0.0f;"""),
 // that for up to six outputs at once. Here there is one, so S is 1, and y and s are 0.)
 // floatX is float here, and WIDTH is 4: a Vec v has the four numbers v.x[0] to v.x[3].
 """,
-        parts=(
-            "column_partials_kernel", "add_partials_kernel",
-        ),
+        parts=("column_partials_kernel", "add_partials_kernel"),
         microscope=True,
     ),
     Exercise(
@@ -206,14 +194,7 @@ float m = 0.0f, s = 0.0f;
             "layernorm_forward_kernel",
         ),
     ),
-    Exercise(
-        "tf32",
-        (
-            function("fields: bits ="),
-            function("to_tf32: bits ="),
-        ),
-        kind="py",
-    ),
+    Exercise("tf32", (function("fields: bits ="), function("to_tf32: bits =")), kind="py"),
     Exercise("transpose", (Hole("transpose_tile_kernel: __shared__", "}", BODY),), microscope=True),
     Exercise(
         "gelu",
@@ -241,11 +222,7 @@ return 0.0f;"""),
             "gelu_backward_kernel",
         ),
     ),
-    Exercise(
-        "online_softmax",
-        (function("fold: new ="), function("merge: largest = max(")),
-        kind="py",
-    ),
+    Exercise("online_softmax", (function("fold: new ="), function("merge: largest = max(")), kind="py"),
     Exercise(
         "softmax",
         (
@@ -269,12 +246,7 @@ return 0.0f;"""),
     Exercise("flash_backward", (function("flash_backward: D ="),), kind="py"),
     Exercise(
         "fragments",
-        (
-            function("a_at: return"),
-            function("b_at: return"),
-            function("c_at: return"),
-            function("holder_of_c: return"),
-        ),
+        tuple(function(f"{name}: return") for name in ("a_at", "b_at", "c_at", "holder_of_c")),
         kind="py",
     ),
     Exercise(
@@ -294,12 +266,7 @@ return 0.0f;"""),
 """,
         parts=("MAX_GRADIENT", "split", "join", "Halves", "load_master", "store_master", "adamw_kernel"),
     ),
-    Exercise(
-        "tensor_cores",
-        (
-            Hole("product_kernel: const auto a_at", "}", BODY),
-        ),
-    ),
+    Exercise("tensor_cores", (Hole("product_kernel: const auto a_at", "}", BODY),)),
     Exercise(
         "swizzle",
         (
@@ -311,10 +278,7 @@ return 0.0f;"""),
     ),
     Exercise(
         "bf16_sum",
-        (
-            function("stops_at: return"),
-            function("sum_in_fp32: return"), function("sum_in_bf16: while"),
-        ),
+        (function("stops_at: return"), function("sum_in_fp32: return"), function("sum_in_bf16: while")),
         kind="py",
     ),
     Exercise("ring", (function("all_reduce: parts ="),), kind="py"),
@@ -354,19 +318,14 @@ const Head head(out, lse, qkv, T, NH);
     Exercise("segments", (function("backward_through: every = max"),), kind="py"),
     Exercise(
         "stages",
-        (
-            Hole("producer: for i in range", "", "raise NotImplementedError  # Write here."),
-            function("consumer: for i in range"),
-        ),
+        (function("producer: for i in range"), function("consumer: for i in range")),
         kind="py",
     ),
     Exercise(
         "one_byte",
         (
-            function("numbers_of: exponent, mantissa ="),
-            function("scale_of: largest ="),
-            function("quantize: sizes ="),
-            function("product: return"),
+            function("numbers_of: exponent, mantissa ="), function("scale_of: largest ="),
+            function("quantize: sizes ="), function("product: return"),
         ),
         kind="py",
     ),

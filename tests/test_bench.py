@@ -1,7 +1,6 @@
 """dev/bench as it is run, on a model so small that its times do not matter."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,27 +22,6 @@ TINY = {
     "train_llama3": ["train_llama3", "-e", "layers=1,heads=2,kv_heads=1,channels=16,hidden=24", *BATCH],
     "train_pythia": ["train_pythia", "-e", "layers=1,heads=2,channels=16", *BATCH],
 }
-
-# Speaks like llm.c's trainer for the GPU: a usage without good flags, lines with milliseconds with them.
-LLMC = """#!{python}
-import struct, sys
-if sys.argv[1:] == ["--help"]:
-    sys.exit("Usage: train [options]\\n  -i <string> train\\n  -j <string> val\\n  -b <int> B\\n  -t <int> T\\n{usage}")
-flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-model = flags.pop("-e", "gpt2_124M.bin")
-assert struct.unpack("2i", open(model, "rb").read(8)) == (20240326, {version})
-assert flags == {{"-i": "train.bin", "-j": "val.bin", "-b": "2", "-t": "8"}}, flags
-magic, version, count = struct.unpack("3i", open("train.bin", "rb").read(12))
-assert magic == 20240520 and version == 1
-steps = (count - 1) // 16
-for step in range(steps):
-    print(f"step {{step + 1:4}}/{{steps}}: train loss 5.25 ({{1000.0 if step == 0 else 12.5}} ms, 1280 tok/s)")
-"""
-
-
-def run(*args, cwd):
-    command = [sys.executable, ROOT / "dev" / "bench", *args]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("script", [next(iter(TINY)), *(pytest.param(s, marks=pytest.mark.long) for s in [*TINY][1:])])
@@ -88,12 +66,6 @@ def test_a_peer_that_needs_torchao_says_so(capsys, monkeypatch):
     assert last.startswith(step.TRAINERS["compile-cudnn-fp8"]) and last.endswith("pip install torchao")
 
 
-def test_a_batch_that_fp8_does_not_take_is_refused(monkeypatch):
-    monkeypatch.setattr(step, "measure_ceilings", lambda: ceilings.Ceilings(1e12, 1e9, ""))
-    flags = ["--precision", "fp8", "-t", "9", "--peers", ""]
-    assert "needs a multiple of 16 positions" in refusal(step.main, [*TINY["train_llama3"], *flags])
-
-
 def test_text_times_a_token_beside_transformers(monkeypatch, capsys):
     device.use("cpu")
     monkeypatch.setattr(text, "measure_copy", lambda: 1e9)
@@ -125,22 +97,6 @@ def test_transformers_writes_with_our_weights(monkeypatch):
     text.time_transformers("generate", workload.tensors_of(cache.model, cache.model.params_memory), asked, prompts, 8)
     longest = max(written, key=lambda tokens: tokens.shape[1])
     assert longest[:, 5:].T.tolist() == ours
-
-
-@pytest.mark.parametrize("precision, usage, version", [
-    ("tf32", "", 3), ("bf16", "  -e <string> a model", 5), ("bf16", "", None),
-])  # fmt: skip
-def test_bench_llmc_takes_the_milliseconds_that_the_trainer_prints(tmp_path, precision, usage, version):
-    binary = tmp_path / "train_gpt2cu"
-    binary.write_text(LLMC.format(python=sys.executable, usage=usage, version=version))
-    binary.chmod(0o755)
-    flags = [*TINY["train_gpt2_fp32"][1:], "--precision", precision, "--steps", "3"]
-    result = run("llmc", binary, *flags, cwd=tmp_path)
-    if version is None:
-        assert result.returncode == 1 and "takes no -e, so it trains in fp32 alone" in result.stderr
-        return
-    assert result.returncode == 0, result.stderr
-    assert "12.50 ms a step, 1280 tokens/s" in result.stdout and "first loss 5.25" in result.stdout
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -182,15 +138,6 @@ def test_the_limit_of_gpt2_124m_counts_what_a_step_must_do(precision, size, monk
     kept_bytes = 12 * 16 * (size * (3 + 1 + 2 + 4) * 768 + 4 * (4 + 12)) + 16 * (size * 768 + 4 * 2)
     assert ms["kept activations across memory once"] == pytest.approx(1000 * 4 * kept_bytes / 1e9)
     assert ms["logits across memory once"] == pytest.approx(1000 * 2 * size * 16 * 50304 / 1e9)
-
-
-@pytest.mark.parametrize("precision, product", [("fp32", "fp32"), ("bf16", "bf16"), ("fp8", "bf16")])
-def test_a_ceiling_is_named_by_the_type_of_its_product(precision, product, monkeypatch):
-    device.use("cpu")
-    device.use_precision(precision)
-    monkeypatch.setattr(ceilings, "product_seconds", lambda m, n, k: 1.0)
-    monkeypatch.setattr(ceilings, "measure_copy", lambda: 1e9)
-    assert ceilings.measure_ceilings().description.startswith(f"ceilings: {product} matrix product")
 
 
 # The columns of doc/speed.md

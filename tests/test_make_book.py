@@ -8,8 +8,6 @@ from html import unescape
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from doc import book as maker
-
 import pytest
 
 pytestmark = pytest.mark.long  # what the pages say is tested in test_book.py; here is what becomes of them
@@ -56,38 +54,6 @@ def test_every_page_of_doc_is_in_the_book_and_no_formula_is_left_as_text(book):
         text = re.sub(r"<(pre|code|annotation)\b.*?</\1>", "", html, flags=re.S)
         left = re.search(r".*(\$\$|\\frac|\\sum|\\le|\\cdot|class=\"math).*", text)
         assert not left, f"{page.name}: {left[0]}"
-
-
-def test_a_quote_of_code_leads_to_its_line(book):
-    """The line's own text, with the colours taken out, holds the quoted code."""
-    quotes, quote = 0, re.compile(r'<a href="([^"]*#L-\d+)">[\w.]+: <code>(.*?)</code></a>')
-    for page in pages(book):
-        for target, code in quote.findall(page.read_text()):
-            file, _, line = unescape(target).partition("#")
-            there = (page.parent / file).resolve().read_text()
-            shown = re.search(rf'<span id="{line}">(.*?)</span>(?=\n<span id="L|</code>)', there, re.S)[1]
-            assert unescape(code) in unescape(re.sub(r"<[^>]+>", "", shown)), f"{page.name}: {code}"
-            quotes += 1
-    assert quotes > 40
-
-
-@pytest.mark.parametrize("above", [0, 1, 100])
-def test_a_link_to_a_function_that_moved_leads_to_its_line(tmp_path, monkeypatch, above):
-    """The page stays as it is."""
-    pytest.importorskip("pypandoc", reason="pandoc is not installed: make book does it")
-    doc = tmp_path / "doc"
-    monkeypatch.setattr(maker, "ROOT", tmp_path)
-    monkeypatch.setattr(maker, "DOC", doc)
-    doc.mkdir()
-    (doc / maker.STYLE).write_text("")
-    (doc / "index.md").write_text("[a.cu: `void f(`](../a.cu)<!-- f --> or [its loop](../a.cu)<!-- f: for -->\n")
-    (tmp_path / "a.cu").write_text("// more\n" * above + "void f(int n) {\n    for (;;) n++;\n}\n")
-    assert maker.build(tmp_path / "book") == 2
-    targets = [target for target in attributes((tmp_path / "book" / "index.html").read_text()) if "#L" in target]
-    assert targets == [f"source/a.cu.html#L-{above + 1}", f"source/a.cu.html#L-{above + 2}"]
-    source = (tmp_path / "book" / "source" / "a.cu.html").read_text()
-    shown = re.search(rf'<span id="L-{above + 1}">(.*?)</span>\n<span id="L', source, re.S)[1]
-    assert re.sub(r"<[^>]+>", "", shown) == "void f(int n) {"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,8 +1,6 @@
 """The book's pictures are what their scripts draw, and can be shown anywhere: well-formed, in both colour schemes, and
 complete in themselves."""
 
-import itertools
-import math
 import re
 import runpy
 import xml.etree.ElementTree as ElementTree
@@ -55,19 +53,14 @@ def test_a_picture_is_well_formed_and_complete_in_itself(name):
 
 @each_picture
 def test_every_colour_is_said_on_the_shape_and_has_a_dark_one(name):
-    """A program that knows no variables of CSS shows the light colours; a browser in the dark the others."""
     root = ElementTree.fromstring(text_of(name))
     _, _, dark = root.find(f"{SVG}style").text.partition("@media (prefers-color-scheme: dark)")
     found = {(colour, attribute): value for colour, attribute, value in RULE.findall(dark)}
-    used = set()
     for element in root.iter():
         for attribute in "fill", "stroke":
-            colour = element.get(attribute, "none")
-            assert colour == "none" or re.fullmatch(r"#[0-9a-f]{6}", colour), colour
-            classes = [one for one in element.get("class", "").split() if (one, attribute) in found]
-            assert len(classes) == (colour != "none"), (colour, element.attrib)
-            used |= {(found[one, attribute], colour) for one in classes}
-    assert used and all(dark != light for dark, light in used)
+            if (colour := element.get(attribute, "none")) != "none":
+                classes = [found[one, attribute] for one in element.get("class").split() if (one, attribute) in found]
+                assert re.fullmatch(r"#[0-9a-f]{6}", colour) and len(classes) == 1 and classes[0] != colour
 
 
 @each_picture
@@ -76,23 +69,6 @@ def test_a_picture_can_be_read_on_a_phone(name):
     _, _, width, height = map(float, root.get("viewBox").split())
     assert width <= 900
     for words in root.iter(f"{SVG}text"):
-        if not words.text:
-            continue
-        assert float(words.get("font-size")) * 900 / width >= SMALLEST, words.text
-        assert -1 <= float(words.get("x")) <= width and 0 <= float(words.get("y")) <= height, words.text
-
-
-@each_picture
-def test_no_two_labels_of_a_picture_overlap(name):
-    """By their places and sizes, a letter taken for half as wide as it is high."""
-    boxes = []
-    for words in filter(lambda words: words.text, ElementTree.fromstring(text_of(name)).iter(f"{SVG}text")):
-        size, angle = float(words.get("font-size")), re.search(r"rotate\((\S+)", words.get("transform", "rotate(0"))
-        x, y, turn = float(words.get("x")), float(words.get("y")), math.radians(float(angle[1]))
-        along, across = x * math.cos(turn) + y * math.sin(turn), y * math.cos(turn) - x * math.sin(turn)
-        width = size * len(words.text) / 2
-        start = along - {"start": 0, "middle": width / 2, "end": width}[words.get("text-anchor")]
-        boxes.append((turn, across, start, start + width, size, words.text))
-    for (turn, y, start, end, size, words), (other_turn, *other) in itertools.combinations(boxes, 2):
-        apart = turn != other_turn or abs(y - other[0]) >= min(size, other[3]) or end <= other[1] or other[2] <= start
-        assert apart, f"{words} lies on {other[4]}"
+        if words.text:
+            assert float(words.get("font-size")) * 900 / width >= SMALLEST, words.text
+            assert -1 <= float(words.get("x")) <= width and 0 <= float(words.get("y")) <= height, words.text

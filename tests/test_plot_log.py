@@ -85,5 +85,5 @@ def test_a_picture_takes_the_place_of_an_older_one_and_of_nothing_else(logs, tmp
 
 def test_the_pictures_of_the_pages_may_be_drawn_again():
     """By the commands that the pages give."""
-    for name in "loss.png", "own-text.png", "profile.png", "gpus.png":
+    for name in "loss.png", "own-text.png", "profile.png":
         check_picture(ROOT / "doc" / name)

@@ -6,7 +6,6 @@
     python dev/bench start …        from a program's start to its first finished step
     python dev/bench scaling …      a training step on one GPU and on several
     python dev/bench awake          times nothing: keeps the links between GPUs awake, for `scaling`
-    python dev/bench llmc …         one of llm.c's trainers, on the same tokens
     python dev/bench torch …        trains in PyTorch what a script would train, for a log to compare
 
 Each says by --help which flags it has; the beginning of its file says what it measures.
@@ -32,8 +31,6 @@ def main() -> None:
         from dev.bench.scaling import main as run
     elif name == "awake":
         from dev.bench.scaling import keep_awake as run
-    elif name == "llmc":
-        from dev.bench.llm_c import main as run
     elif name == "torch":
         from dev.bench.train_torch import main as run
     else:

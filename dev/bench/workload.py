@@ -71,17 +71,13 @@ class Workload:
         return DataLoader(self.data, "train", self.B, self.T, self.config.vocab_size)
 
 
-def make_parser(description: str, any_script: bool = True, trains: bool = True) -> argparse.ArgumentParser:
-    """A parser with the flags that ask for a workload; where not any_script will do, of GPT-2's; with those of training
-    alone where it trains."""
+def make_parser(description: str, trains: bool = True) -> argparse.ArgumentParser:
+    """A parser with the flags that ask for a workload; with those of training alone where it trains."""
     parser = Parser(description=description, allow_abbrev=False)
     parser.last_counts = True  # as in the trainers
     add = parser.add_argument
-    if any_script:
-        add("script", nargs="?", type=lambda text: Path(text).stem, choices=tuple(SCRIPTS), default="train_gpt2_fp32",
-            help="the model script (%(default)s)")  # fmt: skip
-    else:
-        parser.set_defaults(script="train_gpt2_fp32")
+    add("script", nargs="?", type=lambda text: Path(text).stem, choices=tuple(SCRIPTS), default="train_gpt2_fp32",
+        help="the model script (%(default)s)")  # fmt: skip
     add("-e", "--model", metavar="MODEL", help="a model that the script can start from random weights")
     add("-b", "--batch-size", type=positive, default=4, metavar="B", help="sequences a batch (%(default)s)")
     add("-t", "--sequence-length", type=positive, metavar="T", help="tokens (1024; on the CPU 64)")
@@ -133,13 +129,13 @@ def describe(kind: type[Model], model: str, V: int | None) -> Config:
     return config
 
 
-def write_random_model(workload: Workload, path: Path, bf16: bool = False) -> None:
-    """Writes the model that ours starts from, fp32 in any precision, or as `write_model` has it in bf16."""
+def write_random_model(workload: Workload, path: Path) -> None:
+    """Writes the model that ours starts from, fp32 in any precision."""
     precision = device.precision
     device.use_precision("fp32")
     model = workload.kind(workload.config, T=1, inference=True)
     randomize(model, None, SEED)
-    write_model(path, model.config, model.params_memory, bf16)
+    write_model(path, model.config, model.params_memory)
     device.use_precision(precision)
 
 

@@ -1,6 +1,6 @@
-"""Exercise 23: a ring all-reduce, in three processes.
+"""Exercise 23: a ring all-reduce of three ranks.
 
-Each rank, a process, has gradients of its own, and all ranks need their sum. Rank r can send to rank r + 1 and receive
+Each rank has gradients of its own, and all ranks need their sum. Rank r can send to rank r + 1 and receive
 from rank r - 1, the last rank to the first: a ring. If each rank sent its whole array round, every link would carry
 ranks - 1 arrays. If ranks send parts, a link carries less than two arrays, however many ranks there are.
 """
