@@ -157,16 +157,7 @@ class Lab:
         self.case = ""                    # of several, which is being checked, in words
         self.watched: list[Watched] = []  # the last launches of its kernels
         self.scratch: dict[str, np.ndarray] = {}  # that launchers have asked for last, by its purpose
-<<<<<<< HEAD
         self.lines = path.read_text("utf-8").splitlines()
-        if path.suffix == ".cu":
-            self.module = self.compiled()
-        else:
-            self.names: dict = {}
-            self.run(exec, compile_python(path), self.names)
-=======
-        self.lines = path.read_text("utf-8").splitlines()
->>>>>>> w_doc
 
     def load(self) -> None:
         """Compile the file, or run it."""
@@ -365,24 +356,10 @@ class Lab:
                 self.at_most(f"sectors of {array.name} that move", line.sectors, line.bytes // SECTOR, line.place.line)
 
 
-<<<<<<< HEAD
-def compile_python(path: Path):
-    try:
-        return compile(path.read_text("utf-8"), str(path), "exec")
-    except SyntaxError as error:
-        line = linecache.getline(str(path), error.lineno or 0).strip()
-        raise Wrong(f"line {error.lineno} is not Python: {error.msg}\n    {error.lineno}: {line}") from None
-
-
-def normal(*shape: int) -> np.ndarray:
-    """Random numbers that are the same on every run, float32."""
-    return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
-=======
 def close(found: np.ndarray, want: np.ndarray, tolerance: float) -> np.ndarray:
     with np.errstate(all="ignore"):
         near = abs(found - want) <= tolerance * (1 + abs(want))
     return near | (found == want) | np.isnan(found) & np.isnan(want)
->>>>>>> w_doc
 
 
 # ---- the exercises
