@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lazy import LazyDevice
-from test_peers import EagerDevice
+from lazy import EagerDevice, LazyDevice
 
 BLOCKS, SIDE = 12, 4  # matrices (4, 4) in the memory of a random program; the last three are gradients
 PLACES = st.integers(0, 2 * BLOCKS - 2)  # where a matrix begins, in halves of them
