@@ -24,21 +24,9 @@ from conftest import DEVICES
 from dev.scripts import small_model
 from llmc.model import fp8, offload
 from llmc.ranks import peer_transport, plan
-from models import (
-    GROUPS_OF_64,
-    HEADS_OF_64,
-    LLAMA_ODD,
-    ODD,
-    PYTHIA_HEADS_OF_64,
-    PYTHIA_ODD,
-    QWEN_HEADS_OF_64,
-    QWEN_ODD,
-    TINY,
-    VARIANTS,
-    name_of,
-)
+from models import GROUPS_OF_64, HEADS_OF_64, LLAMA_ODD, ONE_OF_EACH, TINY, VARIANTS, name_of
 from support.folders import checkpoint_bytes, make_folder, samples_of, steps_of
-from support.runs import Found, first_parameters, same, train
+from support.runs import Found, differing, first_parameters, same, train
 from train_gpt2_fp32 import GPT2
 
 import numpy as np
@@ -46,20 +34,17 @@ import pytest
 from lazy import EagerDevice, LazyDevice, Threads
 
 ROOT, FILES = Path(__file__).resolve().parents[1], ("model.bin", "optimizer.bin")
-CUDA = ("cuda",) * ("cuda" in DEVICES)
+CUDA = ["cuda"] if "cuda" in DEVICES else []
 CAPABILITY = device.current.device.compute_capability if CUDA else 0
-OF_64 = {"num_heads": 2, "num_kv_heads": 1, "num_layers": 2, "hidden": 96}  # all matrices can be in fp8
-GPT2_64, PYTHIA_64 = (replace(each, num_heads=1, channels=64) for each in (HEADS_OF_64, PYTHIA_HEADS_OF_64))
-LLAMA_64, QWEN_64 = replace(GROUPS_OF_64, channels=128, **OF_64), replace(QWEN_HEADS_OF_64, **OF_64)
-MODELS = (
-    ODD, GPT2_64, LLAMA_ODD, replace(LLAMA_ODD, tied=True), LLAMA_64, PYTHIA_ODD, PYTHIA_64, QWEN_ODD, QWEN_64,
-)  # fmt: skip
+# All of its matrices can be quantized.
+LLAMA_64 = replace(GROUPS_OF_64, num_layers=2, num_heads=2, num_kv_heads=1, channels=128, hidden=96)
+MODELS = *(config for config, _ in ONE_OF_EACH), replace(LLAMA_ODD, tied=True), LLAMA_64
 KINDS = {"cpu": device.CpuDevice, "warp32": device.CpuDevice, "lazy": LazyDevice, "eager": EagerDevice}
 
 # What decides which bits are computed, and then what must not change them.
 COMPUTED = {
     "model": MODELS, "attention": ("softmax", "relu", "flash"),
-    "precision": ("fp32", "bf16", "fp8", *("tf32" for _ in CUDA)), "logit_rows": (0, 7), "grad_clip": (0.0, 0.1),
+    "precision": ("fp32", "bf16", "fp8", *["tf32"] * len(CUDA)), "logit_rows": (0, 7), "grad_clip": (0.0, 0.1),
     "bitwise": (False, True), "ranks": (1, 2, 3), "peers": (True, False), "batches_a_rank": (1, 2),
 }  # fmt: skip
 SAME = {
@@ -68,7 +53,7 @@ SAME = {
     # resumed: stopped and started again; killed: also after the checkpoint; then: with other flags before, or after it
     "history": ("undisturbed", "resumed", "killed", "plain, then as here", "as here, then plain"),
 }  # fmt: skip
-AXES, STEPS, B, T = COMPUTED | SAME, 4, 2, 8
+AXES, STEPS, B, T = COMPUTED | SAME, 4, 1, 16
 FLAGS = "recompute", "offload", "sharded", "logit_rows", "bitwise"
 
 
@@ -170,7 +155,7 @@ def plain_outcome(way: tuple) -> Found:
 
 
 def assert_same_bits(way: dict) -> None:
-    assert same(plain_outcome(tuple(plain(way).items())), *outcome(way))
+    assert differing(plain_outcome(tuple(plain(way).items())), *outcome(way)) == set()
 
 
 ROWS = covering(AXES, settled)
@@ -191,7 +176,7 @@ def test_nor_do_any_of_them_together_in_any_model(seed):
     assert_same_bits(settled({name: draw.choice(values) for name, values in axes.items()}))
 
 
-DEFAULT = {name: values[0] for name, values in AXES.items()} | {"model": GPT2_64}
+DEFAULT = {name: values[0] for name, values in AXES.items()} | {"model": HEADS_OF_64}
 
 
 def test_what_decides_which_bits_are_computed_does_so():
@@ -207,7 +192,7 @@ def test_what_decides_which_bits_are_computed_does_so():
 @pytest.mark.parametrize("precision, allowed", [("fp32", 1e-3), ("bf16", 3e-2), ("fp8", 0.1)])
 def test_several_ranks_without_bitwise_are_one_but_for_rounding(precision, allowed, peers, sharded):
     """A sum that is rounded otherwise may round a bf16 parameter the other way, by 2^-8 of itself."""
-    for model in (GPT2_64, LLAMA_64):
+    for model in (HEADS_OF_64, LLAMA_64):
         way = DEFAULT | {"model": model, "precision": precision, "peers": peers, "sharded": sharded}
         several = outcome(way | {"ranks": 3, "device": "lazy"})
         assert same(*several)
@@ -264,11 +249,10 @@ WIDE = {  # so that products are shared out among threads, and a norm's rows amo
 
 
 def digest(name: str) -> str:
-    """Of all that six steps of a wide model lead to, on the device in use."""
+    """Of all that three steps of a wide model lead to, on the device in use."""
     config, attention = WIDE[name]
-    batches = np.random.default_rng(7).integers(0, config.vocab_size, (6, 1, 2, 2, 21), dtype=np.int32)
-    precision = "tf32" if device.tf32 and device.precision == "fp32" else device.precision
-    found = train(config, batches, 1.0, attention, precision, looks=True)
+    batches = np.random.default_rng(7).integers(0, config.vocab_size, (3, 1, 2, 2, 21), dtype=np.int32)
+    found = train(config, batches, 1.0, attention, device.precision, looks=True)
     return hashlib.sha256(b"".join(values.tobytes() for values in found.values())).hexdigest()
 
 
@@ -280,7 +264,7 @@ def test_two_runs_have_the_same_bits(model_dev, name):
 
 def digests() -> list[str]:
     device.use("cpu")
-    return [digest(name) for name in WIDE if name.startswith("gpt2") or name.endswith("softmax")]
+    return [digest(name) for name in ("gpt2-softmax", "gpt2-flash", "llama3-softmax", "pythia-softmax")]
 
 
 def test_a_run_on_the_cpu_does_not_depend_on_the_number_of_threads(monkeypatch):

@@ -85,11 +85,15 @@ def train(
     return found
 
 
+def differing(one: Found, *others: Found) -> set[str]:
+    """What of all that they have in common has not the same bits everywhere. -0 is not 0."""
+    return {
+        name for other in others for name in one.keys() & other.keys() if other[name].tobytes() != one[name].tobytes()
+    }
+
+
 def same(one: Found, *others: Found) -> bool:
-    """Whether all that they have in common has the same bits. So -0 is not 0."""
-    return all(
-        other[name].tobytes() == one[name].tobytes() for other in others for name in one.keys() & other.keys()
-    )
+    return not differing(one, *others)
 
 
 class InOrder(GivenBatches):
