@@ -146,6 +146,10 @@ class LazyDevice(device.CpuDevice):
         return super().to_host(array)
 
 
+class EagerDevice(LazyDevice):
+    eagerly = True
+
+
 class On:
     """Within the block, work is given to a stream."""
 

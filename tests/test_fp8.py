@@ -17,12 +17,11 @@ from kernels.rope import rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.model import fp8
 from oracle import KERNEL_FP32, assert_close, guarded, normal
+from support.fp8 import in_fp8, quantized_by_pytorch, scale_of
 
 import numpy as np
 import pytest
 import torch
-
-MAX_E4M3 = 448.0
 
 needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="no GPU here")
 EXACT_DEVICES = [each for each in DEVICES if each != "cpu"]  # on "cpu" g++ may round the same formula differently
@@ -30,31 +29,12 @@ EXACT_DEVICES = [each for each in DEVICES if each != "cpu"]  # on "cpu" g++ may 
 
 @pytest.fixture(params=DEVICES)
 def dev(request, monkeypatch):
-    """The device in fp8, for which all weights are large enough."""
-    monkeypatch.setenv("LLMC_CPU_WARP", "32" if "warp32" in request.param else "1")
-    device.use(request.param.partition("-")[0])
-    if device.use_precision("bf16") and device.kind == "cuda" and device.current.device.compute_capability < 89:
-        pytest.skip("this GPU has no fp8")
-    device.use_precision("fp8")
-    monkeypatch.setattr(fp8, "MIN_GAIN", 0)
-    yield device
-    device.synchronize()
-
-
-def scale_of(amax: float) -> np.float32:
-    """The least power of two, from 2^-126 on, with which `amax` is at most 448."""
-    return np.float32(2.0 ** max(-126, np.ceil(np.log2(max(np.float64(amax), 1e-300) / MAX_E4M3))))
+    yield from in_fp8(request, monkeypatch)
 
 
 def quantized(q, q_T, scale, previous_amax=None) -> Quantized:
     named = Scale("matrix", scale) if previous_amax is None else GradientScale("matrix", scale, previous_amax)
     return Quantized(q, q_T, named)
-
-
-def quantized_by_pytorch(values: np.ndarray, scale: float) -> np.ndarray:
-    """values / scale in e4m3, clipped, as PyTorch rounds."""
-    scaled = torch.from_numpy(values / np.float32(scale)).clamp(-MAX_E4M3, MAX_E4M3)
-    return scaled.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 def test_the_numbers_of_e4m3_are_pytorchs():

@@ -1,28 +1,24 @@
-"""Models in fp8 (`--precision fp8`): how they train, in one process and on ranks, what their files hold, and how they
-write text."""
+"""Models in fp8 (`--precision fp8`): how they train, what their files hold, and how they write text.
+tests/test_equivalence.py has the bits."""
 
 import shutil
 import sys
 from dataclasses import replace
-from itertools import cycle
-from types import SimpleNamespace
 
 import device
 import generate
 import kernels.fp8.matmul as fp8_matmul
 import kernels.matmul as matmul
-from conftest import DEVICES
+from conftest import DEVICES, LONG_WARPS
 from device import from_bf16, to_bf16
 from device.fp8 import from_e4m3
 from kernels.fp8 import quantized
 from kernels.fp8.quantized import Quantized, QuantizedWeight, WeightGradient
 from llmc.data.batches import Batches
-from llmc.model import fp8, offload
+from llmc.model import fp8
 from llmc.model.activations import Cache
 from llmc.model.fp8 import in_bf16, quantized_matrices
 from llmc.model.weights import load_weights
-from llmc.ranks import plan
-from llmc.run.validation import Validation
 from llmc.step.generation import Writer
 from llmc.step.update import adamw_update
 from models import (
@@ -36,6 +32,9 @@ from models import (
     name_parameters,
     state_of,
 )
+from support.folders import make_folder, samples_of
+from support.fp8 import in_fp8, quantized_by_pytorch, scale_of
+from support.texts import forward_from, random_texts
 from train_gpt2_fp32 import GPT2, GPT2Config, training_step
 from train_llama3 import Llama3, Llama3Config
 from train_pythia import PythiaConfig
@@ -44,13 +43,6 @@ from train_qwen3 import Qwen3Config
 import numpy as np
 import pytest
 import torch
-from lazy import LazyDevice, Threads
-from test_fp8 import dev, quantized_by_pytorch, scale_of  # noqa: F401  a fixture
-from test_generation import forward_from, random_texts
-from test_offload import on
-from test_peers import EagerDevice, no_last_checkpoint, train  # noqa: F401  a fixture
-from test_peers import T as RANKS_T
-from test_train import Turing, make_folder, samples_of
 
 # maxT, V, L, heads, C: each has weights of several shapes, and rows that are no multiples of a tile.
 CONFIGS = [
@@ -59,18 +51,19 @@ CONFIGS = [
 ]  # fmt: skip
 B, T = 2, 24
 
-# Whole models take long. In the ordinary run one trains in every way, and none in warps of 32 on the CPU.
-ONE_CONFIG = [pytest.param(each, marks=[] if each is CONFIGS[1] else pytest.mark.long) for each in CONFIGS]
-FEW_DEVICES = [pytest.param(each, marks=pytest.mark.long if "warp32" in each else []) for each in DEVICES]
+
+
+# Whole models take long in warps of 32 on the CPU.
+@pytest.fixture(params=["cpu", LONG_WARPS, *DEVICES[2:]])
+def dev(request, monkeypatch):
+    yield from in_fp8(request, monkeypatch)
 
 
 @pytest.fixture
 def large_weights(monkeypatch):
-    """All weights are large enough, and pieces and buckets are smaller than they."""
+    """All weights are large enough."""
     device.use("cpu")
     monkeypatch.setattr(fp8, "MIN_GAIN", 0)
-    monkeypatch.setattr(offload, "PIECE", 4800)
-    monkeypatch.setattr(plan, "MIN_BUCKET", 500)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -128,9 +121,8 @@ class Torchao:
         dweight.array[:] = product + (dweight.array if accumulate else 0)
 
 
-@pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_a_models_gradients_are_as_good_as_by_the_recipe_of_torchao(dev, monkeypatch, config):  # noqa: F811
+def test_a_models_gradients_are_as_good_as_by_the_recipe_of_torchao(dev, monkeypatch, config):
     exact, loss = gradients("fp32", config)
     found, quantized_loss = gradients("fp8", config)
     recomputed, _ = gradients("fp8", config, recompute=True)
@@ -248,26 +240,7 @@ def test_only_products_with_one_weight_read_what_linear_names(config):
     assert {each for found in readers.values() for each in found} == {("gemm", True)}
 
 
-@pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_steps_are_repeated_to_the_bit(dev, config):  # noqa: F811
-    found = []
-    for recorded, offloaded in (True, False), (False, False), (True, True):
-        device.use_recording(recorded)
-        training = build(dev, config, B, T, "softmax", flat_parameters(config), offload=offloaded)
-        batches = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, 6, B, T)), 2)
-        train_step = training_step(training, batches)
-        for step in range(3):
-            train_step(step, 1e-2)
-        training.exchange.gather_parameters()  # offloaded, they still lack an update
-        device.synchronize()
-        found.append(dev.to_host(training.model.params_memory).copy())
-    device.use_recording(True)
-    assert all(np.array_equal(found[0], each) for each in found[1:])
-    assert np.isfinite(from_bf16(found[0])).all()
-
-
-def test_a_weight_is_quantized_once_a_step_and_in_each_other_pass(dev):  # noqa: F811
+def test_a_weight_is_quantized_once_a_step_and_in_each_other_pass(dev):
     """In the first batch, though backward runs its layer again. A pass between two steps, as in validation, sees the
     weights that the last step has made."""
     config = CONFIGS[1]
@@ -357,75 +330,8 @@ def test_a_gradients_scale_is_guessed_from_the_layer_after_it(large_weights, con
             assert np.isclose(weight.grad_scale.scale[1], mine / theirs, rtol=0.5)  # a mean with another batch's
 
 
-def drawn(rng, config, count: int) -> np.ndarray:
-    """The batches of three steps, for test_peers.train."""
-    return rng.integers(0, config.vocab_size, (3, count, 2, B, RANKS_T), dtype=np.int32)
-
-
-@pytest.mark.parametrize("kind, flags", [
-    (device.CpuDevice, {"recompute": True}), (device.CpuDevice, {"offload": True}), (LazyDevice, {}),
-    (EagerDevice, {}), (LazyDevice, {"recompute": True, "offload": True}),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("config", ONE_CONFIG, ids=name_of)
-def test_a_run_has_the_same_bits_recomputed_offloaded_or_out_of_order(large_weights, config, kind, flags, rng):
-    """Three steps of two batches. Two of the steps follow the plan."""
-    batches = drawn(rng, config, 2)
-    want = train(config, B, batches, 0.1, precision="fp8")
-    assert np.isfinite(want.view(np.float32)).all()
-    assert not np.array_equal(want, train(config, B, batches, 0.1, precision="bf16"))
-    assert np.array_equal(on(kind, config, B, batches, 0.1, precision="fp8", **flags), want)
-
-
-def losses_between_steps(kind: type[device.CpuDevice], config) -> np.ndarray:
-    """The losses of a batch in validations: two before each of four steps of two batches."""
-    device.current.device = kind()
-    device.use_precision("fp8")
-    training = build(device, config, B, T, "softmax", flat_parameters(config), recompute=True)
-    settings, found = SimpleNamespace(B=B, T=T, val_batches=1), []
-    batches = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, 8, B, T)), 2)
-    train_step, one = training_step(training, batches), make_batches(config, 1, B, T)
-    validation = Validation(training, settings, GivenBatches(cycle(one)), None, None)
-    for step in range(4):
-        for _ in range(2):
-            found.append(validation.batches.run(validation.forward_loss).copy())
-        train_step(step, 1e-2)
-    device.synchronize()
-    device.use("cpu")
-    return np.array(found)
-
-
-@pytest.mark.parametrize("kind", [LazyDevice, EagerDevice])
-def test_a_validation_that_is_replayed_sees_the_weights_of_the_last_step(large_weights, kind):
-    want = losses_between_steps(device.CpuDevice, CONFIGS[1])
-    assert np.array_equal(want[::2], want[1::2]) and len({losses.tobytes() for losses in want}) == 4
-    assert np.array_equal(losses_between_steps(kind, CONFIGS[1]), want)
-
-
-@pytest.mark.parametrize("peers", [True, False])
-@pytest.mark.parametrize("flags", [
-    {}, {"sharded": True}, {"sharded": True, "offload": True}, {"bitwise": True},
-], ids=str)  # fmt: skip
-def test_all_ranks_end_with_the_same_bits_and_a_bitwise_run_with_those_of_one(
-    large_weights, flags, peers, monkeypatch, rng
-):  # fmt: skip
-    """Each rank quantizes all of its parameters, after those of other ranks have arrived."""
-    config = CONFIGS[1]
-    batches = drawn(rng, config, 2)
-    one, start = (train(config, B, these, 0.1, precision="fp8", bitwise="bitwise" in flags)
-                  for these in (batches, batches[:0]))  # fmt: skip
-    work = lambda rank: train(config, B, batches, 0.1, precision="fp8", **flags)  # noqa: E731
-    found = Threads(2, monkeypatch, peers).run(work, LazyDevice)
-    assert np.array_equal(found[0], found[1])
-    if "bitwise" in flags:
-        assert np.array_equal(found[0], one)
-    else:
-        found, one, start = (bits.view(np.float32) for bits in (found[0], one, start))
-        assert np.linalg.norm(found - one) < 0.1 * np.linalg.norm(one - start)
-
-
-@pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_a_text_is_written_with_the_numbers_of_the_quantized_weights(dev, monkeypatch, config):  # noqa: F811
+def test_a_text_is_written_with_the_numbers_of_the_quantized_weights(dev, monkeypatch, config):
     """The logits are those of a bf16 model with these numbers: of a prompt and of a token, in one text and in three."""
     monkeypatch.setattr(device, "STAGED", 1000)
     flat = flat_parameters(config)
@@ -462,39 +368,6 @@ def test_a_batch_of_rows_that_do_not_fit_is_not_quantized(large_weights, config)
         forward_backward(device, training, inputs[:1, :5], targets[:1, :5], 1 / 5)
         found.append(device.to_host(training.model.grads_memory))
     assert np.array_equal(*found)
-
-
-FILES = "model.bin", "optimizer.bin"
-
-
-@pytest.mark.parametrize("N, flags, others", [
-    (1, {}, [{"recompute": True}, {"offload": True}]), (2, {"sharded": True}, [{"recompute": True, "offload": True}]),
-    (2, {"bitwise": True}, [{"sharded": True}]),
-], ids=str)  # fmt: skip
-def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
-    large_weights, N, flags, others, tmp_path, monkeypatch, rng
-):  # fmt: skip
-    """Also with other flags. Its checkpoint holds fp32 numbers, which a run in any precision takes over."""
-    config, (first, then) = CONFIGS[0], (slice(2), slice(2, None))
-    batches = rng.integers(0, config.vocab_size, (4, 2, 2, B, RANKS_T), dtype=np.int32)
-
-    def trained(steps: slice, **more) -> np.ndarray:
-        work = lambda rank: train(config, B, batches[steps], 0.1, **{"precision": "fp8"} | flags | more)  # noqa: E731
-        with monkeypatch.context() as patch:
-            one, *of_ranks = Threads(N, patch, peers=False).run(work)
-        assert all(np.array_equal(one, other) for other in of_ranks)
-        return one
-
-    trained(first, directory=tmp_path)
-    whole, checkpoint = trained(slice(None)), tmp_path / "step_00000002"
-    for other in flags, *others:
-        assert np.array_equal(trained(then, checkpoint=checkpoint, **other), whole)
-    for precision in "bf16", "fp32":
-        assert not np.array_equal(trained(then, checkpoint=checkpoint, precision=precision), whole)
-        trained(slice(0), checkpoint=checkpoint, precision=precision, directory=tmp_path / precision)
-        there = tmp_path / precision / checkpoint.name
-        assert all((there / name).read_bytes() == (checkpoint / name).read_bytes() for name in FILES)
-        assert np.array_equal(trained(then, checkpoint=there), whole)
 
 
 QUANTIZED = "layers=2,heads=2,channels=32"  # of GPT-2
@@ -536,19 +409,5 @@ def test_a_run_without_large_weights_says_so(tmp_path, trainer_here):
     _, error = trainer_here(Llama3, folder, [*flags, "-t", "7", "--precision", "fp8"], code=1)
     assert error == (
         "error: --precision fp8 needs a multiple of 16 positions a batch, and B*T = 14: change -b or -t, or "
-        "use --precision bf16\n"
-    )
-
-
-class Ampere(Turing):
-    compute_capability = 80
-
-
-def test_a_gpu_without_it_is_refused_in_one_line(tmp_path, trainer_here, monkeypatch):
-    monkeypatch.setattr(device, "use", lambda kind, number: setattr(device.current, "device", Ampere()))
-    folder = make_folder(tmp_path / "cpu.llama3")
-    _, error = trainer_here(Llama3, folder, ["-e", "tiny", "-i", "data", "--precision", "fp8"], code=1)
-    assert error == (
-        "error: --precision fp8 needs a GPU of compute capability 8.9 or later, and Tesla T4 is of 8.0: "
         "use --precision bf16\n"
     )

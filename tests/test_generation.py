@@ -3,8 +3,6 @@
 
 import device
 import oracle
-from kernels.encoder import encoder_forward
-from llmc.data.batches import Batches
 from llmc.data.tokenizer import Tokenizer
 from llmc.model.activations import Activations, Cache
 from llmc.model.batch import Batch
@@ -18,22 +16,19 @@ from models import (
     ONE_OF_EACH,
     SOME,
     VARIANTS,
-    GivenBatches,
     build,
     flat_parameters,
     kind_of,
-    make_batches,
     name_of,
 )
 from oracle import assert_close, flat_parameters_of, opinionated, sample
-from train_gpt2_fp32 import training_step
+from support.texts import forward_from, random_texts
 from train_llama3 import Llama3, Llama3Config
 
 import numpy as np
 import pytest
 import torch
-from lazy import LazyDevice
-from test_peers import EagerDevice
+from lazy import EagerDevice, LazyDevice
 
 some_models = pytest.mark.parametrize("config, attention", SOME, ids=name_of)
 one_of_each = pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
@@ -56,27 +51,6 @@ def without_cache(config, attention: str, T: int) -> Training:
 def written(cache: Cache, text: list[int], count: int, sampler: Sampler, **how) -> list[int]:
     """The tokens that follow a text."""
     return [token for (token,) in Writer(cache, **how).tokens([text], [sampler], count)]
-
-
-def random_texts(config, B: int, T: int) -> np.ndarray:
-    return np.random.default_rng([B, T]).integers(0, config.vocab_size, (B, T), dtype=np.int32)
-
-
-def forward_from(writer: Writer, texts, starts, lengths) -> np.ndarray:
-    """The logits (B,V) of what follows tokens starts[b] to starts[b] + lengths[b] - 1 of each text."""
-    cache, B, T = writer.cache, len(texts), max(lengths)
-    acts, batch = cache.views(T)
-    inputs = np.zeros((B, T), np.int32)
-    for b, (text, start, length) in enumerate(zip(texts, starts, lengths, strict=True)):
-        inputs[b, :length] = text[start : start + length]
-    device.copy_in(batch.inputs, inputs)
-    device.copy_in(cache.positions, np.array(starts, np.int32))
-    device.copy_in(cache.last, np.array([b * T + length - 1 for b, length in enumerate(lengths)], np.int32))
-    cache.model.forward(acts, batch)
-    encoder_forward(acts.last, cache.last, acts.ln[-1], None, B, 1, acts.last.shape[-1])
-    writer.draw(acts, acts.last)
-    device.synchronize()
-    return device.to_floats(acts.logits)[:, : cache.model.config.vocab_size]
 
 
 @some_models
@@ -191,23 +165,6 @@ def test_a_step_launches_the_same_whatever_the_position(config, attention):
     assert len(seen) == 25 and all(one == seen[1] for one in seen[2:])
     names = [name for name, _ in seen[1]]
     assert names[-1] == "sample_kernel" and not {"softmax_forward_kernel", "relu_forward_kernel"} & set(names)
-
-
-@one_of_each
-def test_a_sample_between_two_steps_of_training_changes_no_bit_of_them(config, attention):
-    found = []
-    for samples in False, True:
-        device.use("cpu")
-        training = build(device, config, 2, 11, attention, flat_parameters(config), grad_clip=1.0)
-        batches = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, 3, 2, 11)))
-        writer = Writer(Cache(training.model, 1, 11, attention, training.activations.memory))
-        step_of = training_step(training, batches)
-        for step in range(3):
-            step_of(step, 1e-3)
-            if samples:
-                print_sample(writer, None, Sampler(step), 15)
-        found.append(device.to_host(training.model.params_memory).tobytes())
-    assert found[0] == found[1]
 
 
 def test_a_sample_ends_before_a_token_that_ends_a_text(one_dev, capsys):

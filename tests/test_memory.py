@@ -9,7 +9,7 @@ from device.errors import UserError
 from llmc.data.batches import Batches
 from llmc.files.model_file import write_model
 from llmc.model import fp8
-from llmc.model.activations import Cache
+from llmc.model.activations import Cache, training_bytes
 from llmc.model.tensors import num_parameters
 from llmc.model.weights import randomize
 from llmc.run.arguments import parse_arguments
@@ -236,3 +236,13 @@ def test_a_gpu_has_less_memory_by_what_the_table_says(dev):
     used, said = free - dev.memory()[0], sum(training_sizes(GPT2, config, Plan(4, 1024, "softmax")).values())
     assert abs(used - said) <= max(0.02 * said, 200 << 20), (used >> 20, said >> 20)
     assert small.model is not training.model
+
+
+@pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
+def test_recomputed_layers_take_the_memory_of_one_but_for_their_inputs(config, attention):
+    """Their inputs, and the statistics of the norms of these."""
+    device.use("cpu")
+    kind, L = kind_of(config), config.num_layers
+    deep = type(config)(**{**vars(config), "num_layers": L + 5})
+    shallow, deep = (training_bytes(kind, each, 8, 64, attention, recompute=True)[0] for each in (config, deep))
+    assert deep - shallow <= 5 * 8 * 64 * 4 * (config.channels + 2)

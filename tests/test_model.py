@@ -266,6 +266,30 @@ def test_a_smaller_batch_in_the_same_buffers_gives_what_a_fresh_model_gives(mode
         assert np.array_equal(grads, fresh_grads), (b, t)
 
 
+@pytest.mark.parametrize("config, attention", ONE_OF_EACH[::2], ids=name_of)
+def test_recomputation_runs_no_product_whose_output_nobody_needs(config, attention, monkeypatch):
+    """Those of the projections back into the residual stream that only the next layer's input needs: the MLP's, and
+    where attention and MLP are in parallel the attention's."""
+    device.use("cpu")
+    counts, gemm = [], device.current.device.gemm
+
+    def counted(*args, **keywords):
+        counts[-1] += 1
+        return gemm(*args, **keywords)
+
+    monkeypatch.setattr(device.current.device, "gemm", counted, raising=False)
+    for recompute in False, True:
+        training = build(device, config, 2, 11, attention, flat_parameters(config), recompute=recompute)
+        counts.append(0)
+        training.model.forward(training.acts, training.batch)
+        counts.append(0)
+        training.model.backward(training.acts, training.batch)
+    forward, backward, _, recomputing = counts
+    of_a_layer = forward // config.num_layers
+    not_again = 2 if getattr(config, "parallel", False) else 1
+    assert recomputing - backward == config.num_layers * (of_a_layer - not_again)
+
+
 @each_config
 def test_every_activation_starts_at_a_256_byte_boundary_and_overlaps_only_what_it_takes_the_place_of(
     config, monkeypatch

@@ -1,11 +1,10 @@
 """--offload: AdamW's state lies on the host, and passes through buffers on the device, beside the next step where
-that is recorded. All bits are those of a run that keeps it on the device. tests/test_happens_before.py has the order of
-what several streams do with it."""
+that is recorded. tests/test_equivalence.py has the bits, tests/test_happens_before.py the order of what several streams
+do with it."""
 
 import ctypes
 import os
 import re
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,28 +12,24 @@ from pathlib import Path
 import device
 from conftest import refusal
 from device import host, progress, recording
-from llmc.data.batches import Batches
 from llmc.model import offload
 from llmc.model.weights import randomize
 from llmc.ranks import plan
 from llmc.step import memory as training_parts
 from llmc.step.training import make_training
 from llmc.step.update import adamw_update
-from models import LLAMA_ODD, ODD, PYTHIA_ODD, QWEN_ODD, GivenBatches, kind_of, make_batches, state_of
-from train_gpt2_fp32 import GPT2, training_step
+from models import ODD
+from support.runs import Found, same, train
+from train_gpt2_fp32 import GPT2
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lazy import LazyDevice, Threads
-from test_peers import EagerDevice, no_last_checkpoint, train  # noqa: F401  a fixture
-from test_reliability import ROOT, SAVE, folder, run, run_here, steps  # noqa: F401  fixtures
-from test_train import checkpoint_bytes
 
 T = 8
 TYPES = {"fp32": (np.float32, np.float32), "bf16": (np.float32, np.float32, np.uint16)}  # of m, v and low
-DEVICES = [device.CpuDevice, LazyDevice, EagerDevice]
 
 
 @pytest.fixture(autouse=True)
@@ -45,97 +40,13 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(plan, "MIN_BUCKET", 500)
 
 
-def drawn(rng, config, steps: int, count: int) -> np.ndarray:
-    """Batches of some steps, for `train`."""
-    return rng.integers(0, config.vocab_size, (steps, count, 2, 2, T), dtype=np.int32)
-
-
-def on(kind: type[device.CpuDevice], *arguments, **flags) -> np.ndarray:
+def trained_on(kind: type[device.CpuDevice], *arguments, **flags) -> Found:
     """`train` on a device of this kind."""
     device.current.device = kind()
     try:
         return train(*arguments, **flags)
     finally:
         device.use("cpu")
-
-
-# The same bits
-
-
-@pytest.mark.parametrize("grad_clip, count", [(0.0, 1), (0.1, 2)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("config", [ODD, LLAMA_ODD, PYTHIA_ODD, QWEN_ODD], ids=lambda config: config.NAME)
-def test_a_run_has_the_bits_of_one_that_keeps_its_state_on_the_device(config, precision, grad_clip, count, rng):
-    """Five steps of one batch or two. In three of them the last step's update runs beside the forward pass."""
-    batches = drawn(rng, config, 5, count)
-    want = on(device.CpuDevice, config, 2, batches, grad_clip, precision=precision)
-    for kind in DEVICES:
-        found = on(kind, config, 2, batches, grad_clip, precision=precision, offload=True)
-        assert np.array_equal(found, want), kind
-
-
-def losses_and_state(dev, config, offloaded: bool) -> list[np.ndarray]:
-    """Of six steps of two batches. Between two of the steps something reads the parameters."""
-    training = make_training(kind_of(config), config, 2, 11, "softmax", weight_decay=0.1, offload=offloaded)
-    model, adamw = training.model, training.adamw
-    randomize(model, adamw, 1)
-    batches = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, 12, 2, 11)), count=2)
-    step_of, found = training_step(training, batches), []
-    for step in range(6):
-        step_of(step, 1e-2 / (step + 1))
-        device.synchronize()
-        found.append(np.array(batches.mean_loss(step)))
-        if step == 3:
-            training.exchange.gather_parameters()
-            found.append(dev.to_host(model.params_memory))
-    training.exchange.gather_parameters()
-    return [*found, dev.to_host(model.params_memory), *state_of(training)]
-
-
-@pytest.mark.parametrize("config", [ODD, LLAMA_ODD], ids=lambda config: config.NAME)
-def test_every_device_has_these_bits(each_model_dev, config):
-    """Also if something reads the parameters between two steps: then the second of them has nothing to update."""
-    pairs = zip(*(losses_and_state(each_model_dev, config, each) for each in (False, True)), strict=True)
-    assert all(np.array_equal(*pair) for pair in pairs)
-
-
-RANKS = [
-    ("fp32", ODD, True, LazyDevice), ("fp32", LLAMA_ODD, False, EagerDevice), ("bf16", LLAMA_ODD, True, EagerDevice),
-    ("bf16", ODD, False, LazyDevice), ("bf16", replace(LLAMA_ODD, tied=True), True, LazyDevice),
-    ("fp32", ODD, False, device.CpuDevice),
-]  # fmt: skip
-
-
-# Half of them in the ordinary run: with peer access those that are bitwise.
-@pytest.mark.parametrize("precision, config, peers, kind, flags", [
-    pytest.param(*case, flags, marks=[] if case[2] == ("bitwise" in flags) else pytest.mark.long)
-    for case in RANKS for flags in ({}, {"sharded": True}, {"bitwise": True}, {"sharded": True, "bitwise": True})
-], ids=str)  # fmt: skip
-def test_ranks_have_these_bits(config, precision, peers, flags, kind, monkeypatch, rng):
-    """Each keeps the state of all parameters on its host, or of its shard."""
-    batches, threads = drawn(rng, config, 4, 4), Threads(2, monkeypatch, peers)
-
-    def trained(offloaded: bool) -> list[np.ndarray]:
-        work = lambda rank: train(config, 2, batches, 0.0, precision=precision, offload=offloaded, **flags)  # noqa: E731
-        return threads.run(work, kind)
-
-    first, *others = trained(False) + trained(True)
-    assert all(np.array_equal(first, other) for other in others)
-
-
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("N, flags", [(1, {}), (2, {}), (2, {"sharded": True})], ids=str)
-def test_a_step_that_is_not_finite_changes_nothing(N, flags, skips, monkeypatch, rng):
-    """Nor do the steps after it, unless they are to go on."""
-    batches, threads = drawn(rng, ODD, 4, 2), Threads(N, monkeypatch)
-    flags = flags | {"skip_nonfinite": skips, "precision": "bf16"}
-
-    def trained(batches, **more) -> np.ndarray:
-        return threads.run(lambda rank: train(ODD, 2, batches, 0.0, **flags | more))[0]
-
-    found = trained(batches, spoilt=5, offload=True)  # in the third of four steps
-    assert np.array_equal(found, trained(batches, spoilt=5))
-    assert np.array_equal(found, trained(batches[:2])) == (not skips)
 
 
 def test_a_gradient_whose_square_is_too_large_changes_nothing_without_clipping_either(rng):
@@ -204,29 +115,29 @@ def test_a_fetch_or_a_store_that_is_left_out_is_noticed(precision, piece, rng, m
     padding alone, whose store would not be missed."""
     config = replace(ODD, num_layers=1)
     monkeypatch.setattr(offload, "PIECE", piece)
-    batches = drawn(rng, config, 3, 1)
+    batches = rng.integers(0, config.vocab_size, (3, 1, 2, 2, T), dtype=np.int32)
 
-    def trained(skipped: int | None) -> tuple[np.ndarray, int]:
+    def trained(skipped: int | None) -> tuple[Found, int]:
         monkeypatch.setattr(Watched, "skipped", skipped)
         monkeypatch.setattr(Watched, "copies", 0)
-        return on(Watched, config, 2, batches, 0.0, precision=precision, offload=True), Watched.copies
+        return trained_on(Watched, config, batches, precision=precision, offload=True), Watched.copies
 
     want, count = trained(None)
     of_update = count // 3
-    assert np.array_equal(want, on(device.CpuDevice, config, 2, batches, 0.0, precision=precision))
+    assert same(want, trained_on(device.CpuDevice, config, batches, precision=precision))
     # In the first update m and v are 0 on the host, and a buffer's first contents are, too, so only later ones tell.
-    left_out = [i for i in range(of_update, 2 * of_update) if np.array_equal(trained(i)[0], want)]
+    left_out = [i for i in range(of_update, 2 * of_update) if same(trained(i)[0], want)]
     assert 10 < of_update < 200 and left_out == []
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_update_that_is_not_waited_for_is_noticed(precision, monkeypatch, rng):
     """Whichever piece it is: the first launch that needs it would come too early."""
-    batches, init, counts = drawn(rng, ODD, 4, 1), recording.Plan.__init__, []
+    batches, init, counts = rng.integers(0, 101, (4, 1, 2, 2, T), dtype=np.int32), recording.Plan.__init__, []
     monkeypatch.setattr(offload, "PIECE", 1 << 15)
-    want = on(device.CpuDevice, ODD, 2, batches, 0.0, precision=precision)
+    want = trained_on(device.CpuDevice, ODD, batches, precision=precision)
 
-    def trained(left_out: int) -> np.ndarray:
+    def trained(left_out: int) -> Found:
         def planned(self, launches, gradients, hooks) -> None:
             if hooks:
                 counts.append(len(hooks))
@@ -236,84 +147,11 @@ def test_an_update_that_is_not_waited_for_is_noticed(precision, monkeypatch, rng
 
         with monkeypatch.context() as patch:
             patch.setattr(recording.Plan, "__init__", planned)
-            return on(LazyDevice, ODD, 2, batches, 0.0, precision=precision, offload=True)
+            return trained_on(LazyDevice, ODD, batches, precision=precision, offload=True)
 
-    assert np.array_equal(trained(1000), want)
+    assert same(trained(1000), want)
     assert 3 < counts[0] < 20
-    assert not any(np.array_equal(trained(i), want) for i in range(counts[0]))
-
-
-def test_a_checkpoint_waits_for_what_is_being_stored(rng, tmp_path, monkeypatch):
-    batches = drawn(rng, ODD, 4, 1)
-    for name, kind, more in (("with", LazyDevice, {"offload": True}), ("without", device.CpuDevice, {})):
-        on(kind, ODD, 2, batches, 0.0, directory=tmp_path / name, **more)
-    saved = [(tmp_path / name / "step_00000004" / "optimizer.bin").read_bytes() for name in ("with", "without")]
-    assert saved[0] == saved[1]
-    monkeypatch.setattr(LazyDevice, "synchronize", lambda self: None)
-    on(LazyDevice, ODD, 2, batches, 0.0, directory=tmp_path / "early", offload=True)
-    assert (tmp_path / "early" / "step_00000004" / "optimizer.bin").read_bytes() != saved[0]
-
-
-# Runs
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("N, sharded", [(1, False), (2, True)])
-def test_a_run_can_be_resumed_with_and_without(N, sharded, precision, tmp_path, monkeypatch, rng):
-    """A checkpoint has the same bytes whether its run had the flag or not, and both can go on from it."""
-    batches, threads, files = drawn(rng, ODD, 4, 2), Threads(N, monkeypatch, peers=False), ("model", "optimizer")
-
-    def trained(batches, **more) -> np.ndarray:
-        flags = {"precision": precision, "sharded": sharded} | more
-        kind = LazyDevice if more.get("offload") else device.CpuDevice
-        return threads.run(lambda rank: train(ODD, 2, batches, 0.5, **flags), kind)[0]
-
-    whole = trained(batches)
-    for offloaded in (False, True):
-        trained(batches[:2], offload=offloaded, directory=tmp_path / str(offloaded))
-    saved = [tmp_path / str(offloaded) / "step_00000002" for offloaded in (False, True)]
-    assert all((saved[0] / f"{file}.bin").read_bytes() == (saved[1] / f"{file}.bin").read_bytes() for file in files)
-    for offloaded in (False, True):
-        assert np.array_equal(trained(batches[2:], checkpoint=saved[not offloaded], offload=offloaded), whole)
-
-
-@pytest.mark.parametrize("piece", [2, 9])
-def test_a_run_that_is_killed_in_the_middle_of_an_update_goes_on_to_the_same_bits(piece, folder, run_here):  # noqa: F811
-    flags = [*SAVE, "-l", "1e-2", "-x", "6", "-n", "2", "--grad-clip", "1"]
-    run_here(folder, *flags)
-    want = checkpoint_bytes(folder, 6)
-    for path in sorted((folder / "run").rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    (folder / "changed.py").write_text(f"""
-import os, signal
-import llmc.model.offload
-llmc.model.offload.PIECE = 1 << 14
-real, updates = llmc.model.offload.Offload.pass_through, 0
-def passed(self, piece, update, number, count):
-    global updates
-    updates += number == 0
-    if (updates, number) == (5, {piece}):
-        os.kill(os.getpid(), signal.SIGKILL)
-    real(self, piece, update, number, count)
-llmc.model.offload.Offload.pass_through = passed
-import runpy
-runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
-""")
-    options = {"script": str(folder / "changed.py"), "env": os.environ | {"PYTHONPATH": str(ROOT)}}
-    run(folder, *flags, "--offload", **options, code=-signal.SIGKILL)
-    out, _ = run_here(folder, *flags, "--offload", "-y", "1")
-    assert min(steps(out)) == 5 and checkpoint_bytes(folder, 6) == want
-
-
-def test_the_table_says_what_lies_where_and_a_resumed_run_keeps_the_flag(folder, run_here):  # noqa: F811
-    out, _ = run_here(folder, *SAVE, "-x", "2", "--offload", "-v", "1", "-s", "1", "-g", "4")
-    without, _ = run_here(folder, "-x", "2", "-v", "1", "-s", "1", "-g", "4")
-    assert re.search(r"^\| AdamW's pieces +\| \d+ MiB", out, re.M) and "AdamW m" not in out
-    assert re.search(r"^\| AdamW's state +\| 0 MiB of the host's memory", out, re.M) and "AdamW's pieces" not in without
-    for lines in (r"^val loss .*$", r"^step +\d/2: train loss [\d.]+", r"^---\n[^-]*\n---$"):
-        assert re.findall(lines, out, re.M) == re.findall(lines, without, re.M) != []
-    out, _ = run_here(folder, *SAVE, "-x", "3", "-y", "1")
-    assert re.search(r"^\| AdamW's pieces +\|", out, re.M)
+    assert not any(same(trained(i), want) for i in range(counts[0]))
 
 
 # Memory

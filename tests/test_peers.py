@@ -7,181 +7,29 @@ import re
 import sys
 import tracemalloc
 from dataclasses import astuple, replace
-from itertools import product
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import device
 from device.errors import UserError
-from llmc.data.batches import Batches
-from llmc.files.checkpoint import load_checkpoint
-from llmc.files.model_file import read_model
 from llmc.model.model import Model
 from llmc.model.ranges import length, parameter_ranges
 from llmc.model.tensors import num_parameters
 from llmc.model.weights import randomize
-from llmc.ranks import collectives, exchange, peer_transport, plan, ranks
-from llmc.run import program
-from llmc.run.saver import Saver
-from llmc.step.training import Training, make_training
+from llmc.ranks import collectives, exchange, plan, ranks
+from llmc.step.training import make_training
 from llmc.step.update import adamw_update
-from models import EVEN, LLAMA_ODD, ODD, ONE_OF_EACH, kind_of, state_of
-from train_gpt2_fp32 import training_step
+from models import EVEN, ODD, ONE_OF_EACH, kind_of
+from support.runs import resume, same, save, train
 
 import numpy as np
 import pytest
 from lazy import LazyDevice, Threads
 
 T = 8
+EACH = [config for config, attention in ONE_OF_EACH if attention != "flash"]
 PAGE = Path(__file__).resolve().parents[1] / "doc" / "exchange.md"
 PRECISIONS = ("fp32", "bf16")
-
-
-def train(
-    config, B: int, batches: np.ndarray, grad_clip: float, spoilt: int | None = None, kind=None, precision="fp32",
-    checkpoint: Path | None = None, directory: Path | None = None, **flags,
-) -> np.ndarray:  # fmt: skip
-    """The parameters after as many steps as batches has (steps, batches a step, 2, B, T), as a rank, or the only one,
-    trains on them, with dropout if the model has it. They are fp32 bits: in bf16 those of the master copy, and each
-    rank has all of them rounded. The losses of batch `spoilt` have a gradient that is not finite. checkpoint: what to
-    go on from; directory: where to save."""
-    device.use_precision(precision)
-    kind = kind or kind_of(config)
-    training = make_training(
-        kind, config, B, T, "softmax", grad_clip=grad_clip, weight_decay=0.1, dropout=(0.1, 3) if kind.DROPS else None,
-        **flags,
-    )  # fmt: skip
-    of, adamw, first = training.model, training.adamw, 0
-    if checkpoint:
-        first = resume(training, checkpoint)
-    else:
-        randomize(of, adamw, 42)
-        zeros = np.arange(of.params_memory.size) % 5 == 0  # -0 has the bits of 0 no more once 0 is added
-        of.params_memory[zeros] = 0x8000 if of.has_copy else -0.0
-        if of.has_copy:
-            own = zeros[adamw.first :][: adamw.low.size]
-            adamw.low[own], adamw.v[own] = 0, 0
-    loader, loss = InOrder(batches), of.loss
-    if spoilt is not None:
-        of.loss = lambda acts, batch, dloss, accumulate: loss(
-            acts, batch, np.inf if loader.last == spoilt else dloss, accumulate
-        )
-    of_rank = batches.shape[1] // ranks.size()
-    train_step, ends = training_step(training, Batches(training.batch, training.acts.losses, loader, of_rank)), []
-    last = first + len(batches)
-    for step in range(first, last):
-        train_step(step, 1e-2)
-        ends.append(device.event())
-        if len(ends) > 1:  # as in a run, there are two steps in flight
-            ends[-2].wait()
-    training.exchange.gather_parameters()
-    if directory:
-        save(training, directory, last)
-    found, *_ = state_of(training)
-    assert not of.has_copy or np.array_equal(device.to_host(of.params_memory), device.to_bf16(found))
-    return found.view(np.uint32)  # all bits: -0 == 0
-
-
-class InOrder:
-    """A loader of the batches of all steps."""
-
-    def __init__(self, batches: np.ndarray):
-        self.batches, self.given = batches.reshape(-1, *batches.shape[2:]), 0
-
-    def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
-        self.last = self.given
-        inputs[:], targets[:] = self.batches[self.last]
-        self.skip()
-
-    def skip(self) -> None:
-        self.given += 1
-
-
-def save(training: Training, directory: Path, step: int) -> None:
-    """As a run does."""
-    settings = SimpleNamespace(flags=SimpleNamespace(checkpoint_dir=directory, keep=0), first_step=0)
-    saver = Saver(training, settings, {}, "run", None, SimpleNamespace(directory=directory))
-    saver.save(step, {}, SimpleNamespace(skipped=0, in_a_row=0))
-    assert saver.unsaved == {}
-
-
-def resume(training: Training, checkpoint: Path) -> int:
-    """Goes on from a checkpoint as a run does, and returns its step."""
-    tensors = moments = None
-    if ranks.rank() == 0:
-        _, tensors, *moments, _ = load_checkpoint(checkpoint, type(training.model.config))
-    training.exchange.load_checkpoint(training.adamw, tensors, moments)
-    return int(checkpoint.name.removeprefix("step_"))
-
-
-@pytest.fixture(autouse=True)
-def no_last_checkpoint(monkeypatch):
-    monkeypatch.setattr(program, "last_checkpoint", None)
-
-
-class EagerDevice(LazyDevice):
-    eagerly = True
-
-
-FLAGS = [
-    ({}, 0.0), ({}, 0.1), ({"sharded": True}, 0.0), ({"sharded": True}, 0.1), ({"bitwise": True}, 0.0),
-    ({"sharded": True, "bitwise": True}, 0.1),
-]  # fmt: skip
-
-
-WAYS = [(2, 3, LazyDevice, True), (3, 2, EagerDevice, True), (3, 1, LazyDevice, False)]
-EACH = [config for config, attention in ONE_OF_EACH if attention != "flash"]
-CONFIGS = [*EACH, replace(LLAMA_ODD, tied=True)]
-
-
-def is_ordinary(precision: str, config, way: tuple, flags: tuple) -> bool:
-    """The exchange knows no model: in the ordinary run one goes all ways with all flags, in bf16 one of the ways, and
-    the rest some of the ways with some flags."""
-    some = flags in FLAGS[2::3]
-    if config is ODD:
-        return precision == "fp32" or way is WAYS[2] or some
-    return precision == "fp32" and way is WAYS[0] and some
-
-
-@pytest.mark.parametrize("precision, config, N, of_each, lazy, peers, flags, grad_clip", [
-    pytest.param(each[0], each[1], *each[2], *each[3], marks=[] if is_ordinary(*each) else pytest.mark.long)
-    for each in product(PRECISIONS, CONFIGS, WAYS, FLAGS)
-], ids=str)  # fmt: skip
-def test_ranks_train_as_one(precision, config, N, of_each, lazy, peers, flags, grad_clip, monkeypatch, rng):
-    """Three steps, of which two follow the plan, with several batches on each rank, or one. All ranks end with the same
-    bits; they are one rank's to rounding, or, in a bitwise run, to the last bit. Buckets are smaller than a tensor."""
-    device.use("cpu")
-    B = 2
-    batches = rng.integers(0, config.vocab_size, (3, of_each * N, 2, B, T), dtype=np.int32)
-    flags = flags | {"precision": precision}
-    one, start = (train(config, B, these, grad_clip, **flags) for these in (batches, batches[:0]))
-    monkeypatch.setattr(peer_transport, "MAX_ROUND", 100)
-    if lazy is LazyDevice:  # else all is one bucket
-        monkeypatch.setattr(plan, "MIN_BUCKET", 500)
-    found = Threads(N, monkeypatch, peers).run(lambda rank: train(config, B, batches, grad_clip, **flags), lazy)
-    assert all(np.array_equal(found[0], other) for other in found[1:])
-    if "bitwise" in flags:
-        assert np.array_equal(found[0], one)
-    else:
-        found, one, start = (bits.view(np.float32) for bits in (found[0], one, start))
-        # A sum that is rounded otherwise may round a bf16 parameter the other way, by 2^-8 of itself.
-        allowed = {"fp32": 1e-3, "bf16": 3e-2}[precision]
-        assert np.linalg.norm(found - one) < allowed * np.linalg.norm(one - start)
-
-
-@pytest.mark.parametrize("peers", [True, False])
-@pytest.mark.parametrize("bitwise", [False, True])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_moments_that_are_shared_out_change_no_bit(precision, bitwise, peers, monkeypatch, rng):
-    monkeypatch.setattr(plan, "MIN_BUCKET", 500)
-    batches, flags = rng.integers(0, ODD.vocab_size, (3, 4, 2, 2, T), dtype=np.int32), {"bitwise": bitwise}
-
-    def trained(sharded: bool) -> list[np.ndarray]:
-        work = lambda rank: train(ODD, 2, batches, 0.0, precision=precision, sharded=sharded, **flags)  # noqa: E731
-        return Threads(2, monkeypatch, peers).run(work, LazyDevice)
-
-    found = trained(False) + trained(True)
-    assert all(np.array_equal(found[0], other) for other in found)
 
 
 def test_a_step_of_gpt2_has_the_plan_that_the_book_shows(monkeypatch, rng):
@@ -194,7 +42,7 @@ def test_a_step_of_gpt2_has_the_plan_that_the_book_shows(monkeypatch, rng):
     plans = []
     monkeypatch.setattr(exchange, "StepPlan", lambda kind=exchange.StepPlan: plans.append(kind()) or plans[-1])
     batches = rng.integers(0, config.vocab_size, (2, 2, 2, 1, T), dtype=np.int32)
-    Threads(2, monkeypatch).run(lambda rank: train(config, 1, batches, 0.0, sharded=True), LazyDevice)
+    Threads(2, monkeypatch).run(lambda rank: train(config, batches, sharded=True), LazyDevice)
 
     layers = [(name, range(config.num_layers) if of[0] == "L" else [0]) for name, of in config.parameters()]
     names = [(name, layer) for name, of in layers for layer in of]
@@ -235,37 +83,6 @@ def test_the_memory_of_an_exchange_is_counted(peers, bitwise, monkeypatch):
         return sum(array.nbytes for array in allocated) - sum(counted.values())
 
     assert Threads(N, monkeypatch, peers).run(of_rank) == [4 * N * peers] * N
-
-
-# Checkpoints
-
-
-@pytest.mark.parametrize("flags", [{}, {"sharded": True}, {"bitwise": True}, {"sharded": True, "bitwise": True}],
-                         ids=str)  # fmt: skip
-@pytest.mark.parametrize("precision, N", [
-    ("fp32", 3), ("bf16", 3), ("bf16", 1), pytest.param("fp32", 1, marks=pytest.mark.long)
-])  # fmt: skip
-def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not_stopped(
-    precision, N, flags, tmp_path, monkeypatch, rng
-):
-    """On the same ranks, or of a bitwise run on any. A checkpoint holds the fp32 parameters, with which a run in
-    another precision goes on."""
-    monkeypatch.setattr(device, "STAGED", 3000)  # of 4,800 or more on a rank
-    batches = rng.integers(0, ODD.vocab_size, (4, 6, 2, 1, T), dtype=np.int32)
-
-    def trained(N: int, batches, **more) -> list[np.ndarray]:
-        with monkeypatch.context() as patch:
-            return Threads(N, patch, peers=False).run(lambda rank: train(ODD, 1, batches, 0.5, **flags | more))
-
-    trained(N, batches[:2], precision=precision, directory=tmp_path)
-    checkpoint = tmp_path / "step_00000002"
-    whole = trained(N, batches, precision=precision)
-    others = [1, 2, 3] if "bitwise" in flags else [N]
-    found = [bits for n in others for bits in trained(n, batches[2:], precision=precision, checkpoint=checkpoint)]
-    assert all(np.array_equal(bits, whole[0]) for bits in found)
-    saved = np.concatenate([tensor.ravel() for tensor in read_model(checkpoint / "model.bin", type(ODD))[1].values()])
-    for other in PRECISIONS:
-        assert np.array_equal(trained(N, batches[:0], precision=other, checkpoint=checkpoint)[0], saved.view(np.uint32))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -318,7 +135,7 @@ def test_a_step_gathers_parameters_once(flags, monkeypatch, rng):
     def floats_of(batches: int) -> int:
         gathered.clear()
         of_steps = rng.integers(0, ODD.vocab_size, (4, 2 * batches, 2, 1, T), dtype=np.int32)
-        threads.run(lambda rank: train(ODD, 1, of_steps, 0.0, sharded=True, **flags), LazyDevice)
+        threads.run(lambda rank: train(ODD, of_steps, sharded=True, **flags), LazyDevice)
         return sum(gathered)
 
     assert floats_of(1) == floats_of(3) > 0
@@ -354,25 +171,30 @@ def test_nothing_outside_a_script_knows_a_tensor_by_its_name(config, flags, prec
     theirs = renamed(kind)
     other = theirs.Config(*astuple(config))
 
+    monkeypatch.setattr("models.model_kinds", lambda: [kind, theirs])
+
     def both(rank: int) -> bool:
-        kinds = (kind, config), (theirs, other)
-        found = [train(of, 1, batches, 0.1, kind=kind, precision=precision, **flags) for kind, of in kinds]
-        return np.array_equal(*found)
+        return same(*(train(each, batches, 0.1, precision=precision, **flags) for each in (config, other)))
 
     assert all(Threads(N, monkeypatch).run(both, LazyDevice))
 
 
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("spoilt", [4, 5])
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("config", [ODD, LLAMA_ODD], ids=str)
-@pytest.mark.parametrize("batch", [0, 3])
-def test_a_nan_on_one_rank_keeps_all_from_updating(config, batch, precision, monkeypatch, rng):
-    """With -z, in any batch of a step: a rank that had not seen it would update its shard."""
-    device.use("cpu")
-    batches = rng.integers(0, config.vocab_size, (1, 4, 2, 2, T), dtype=np.int32)
-    start = train(config, 2, batches[:0], 0.0, precision=precision)
-    flags = {"spoilt": batch, "sharded": True, "precision": precision}
-    found = Threads(2, monkeypatch).run(lambda rank: train(config, 2, batches, 0.0, **flags))
-    assert all(np.array_equal(params, start) for params in found)
+@pytest.mark.parametrize("N, flags", [
+    (1, {"offload": True}), (2, {}), (2, {"sharded": True}), (2, {"sharded": True, "offload": True}),
+], ids=str)  # fmt: skip
+def test_a_step_that_is_not_finite_changes_nothing(N, flags, precision, spoilt, skips, monkeypatch, rng):
+    """In whichever batch of the third step, on any rank: one that had not seen it would update its shard. Nor do the
+    steps after it, unless they are to go on."""
+    batches, threads = rng.integers(0, ODD.vocab_size, (4, 2, 2, 2, T), dtype=np.int32), Threads(N, monkeypatch)
+
+    def trained(batches, **flags) -> list:
+        return threads.run(lambda rank: train(ODD, batches, precision=precision, skip_nonfinite=skips, **flags))
+
+    found, before = trained(batches, spoilt=spoilt, **flags), trained(batches[:2])
+    assert same(*found, *trained(batches, spoilt=spoilt)) and same(found[0], *before) == (not skips)
 
 
 @pytest.mark.parametrize("peers", [True, False])

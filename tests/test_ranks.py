@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +18,6 @@ from conftest import DEVICES
 from device.errors import UserError
 from llmc.data.token_file import write_tokens
 from llmc.data.tokenizer import write_tokenizer
-from llmc.files.checkpoint_dir import read_record
-from llmc.files.model_file import read_model
 from llmc.ranks import ranks
 from llmc.ranks.environment import find_place, first_host
 from llmc.run.logger import read_log
@@ -35,7 +32,6 @@ ROOT = Path(__file__).resolve().parents[1]
 V, B, T = 61, 2, 16
 SCRIPTS = {name: (kind.Config.SCRIPT, described(name, V, 64)[0]) for name, (kind, _) in TINY.items()}
 SCRIPTS["gpt2"] = "train_gpt2_fp32.py", "layers=3,heads=3,channels=36,maxT=64"  # whose tensors no shard begins with
-CONFIGS = {name: kind.Config for name, (kind, _) in TINY.items()}
 FLAGS = ["-i", "data", "-b", str(B), "-t", str(T), "-g", "0", "-v", "3", "-m", "7", "-l", "1e-2"]
 GPUS = 0
 if "cuda" in DEVICES:
@@ -100,19 +96,6 @@ def run(folder: Path, *flags: str, code: int = 0, **options) -> tuple[str, str]:
 def steps(*flags: str, gpus: int = 1, last: int = 6) -> list[str]:
     """Flags of a run whose step is BATCHES batches, whatever the ranks."""
     return ["--gpus", str(gpus), "-d", str(BATCHES * B * T), "-x", str(last), *flags]
-
-
-def saved(folder: Path, directory: str, step: int, model: str) -> dict[str, np.ndarray]:
-    """Parameters and moments of a checkpoint, and where keys have biases these by themselves: softmax is the same
-    whatever all products of a query have in common, so their gradients are rounding. AdamW divides it by its own size.
-    """
-    place, found = folder / directory / f"step_{step:08}", {}
-    config, tensors = read_model(place / "model.bin", CONFIGS[model])
-    if "qkvb" in dict(config.parameters()):
-        biases = tensors["qkvb"].reshape(len(tensors["qkvb"]), 3, -1)
-        found["keys"], tensors["qkvb"] = biases[:, 1], np.delete(biases, 1, axis=1)
-    found["parameters"] = np.concatenate([values.reshape(-1) for values in tensors.values()])
-    return found | {"moments": np.fromfile(place / "optimizer.bin", np.float32, offset=1024)}
 
 
 def bytes_of(folder: Path, directory: str) -> dict[str, bytes]:
@@ -197,7 +180,7 @@ def test_torchrun_itself_starts_ranks(folder):
 # The same training
 
 
-# A rank on the CPU takes two seconds to import PyTorch for gloo. tests/test_peers.py has ranks in one process.
+# A rank on the CPU takes two seconds to import PyTorch for gloo. tests/test_equivalence.py has ranks in one process.
 @on("cpu cuda nccl")
 @pytest.mark.parametrize("model, precision, others", [
     pytest.param(model, precision, [(2, "1"), (3, "0")], marks=pytest.mark.long)
@@ -230,76 +213,41 @@ def test_bitwise_runs_are_the_same_to_the_last_bit_on_any_number_of_ranks(folder
 
 
 @on("cpu cuda", long="nccl")
-@pytest.mark.parametrize("model, others", [
-    ("gpt2", [(1, ["-z", "0"])]),  # tests/test_peers.py has as many
-    *(pytest.param(model, [(2, []), (1, []), (3, ["-z", "0"])], marks=pytest.mark.long) for model in SCRIPTS),
-], ids=str)  # fmt: skip
-def test_several_ranks_train_as_one_does_and_what_they_save_goes_on_on_any_number(folder, model, others):
-    """To the bit where there are as many, also with a checkpoint between; else to rounding. A gradient that is summed
-    in another order is off by some 1e-7 of itself; AdamW's first steps divide it by its own size, so parameters that
-    move by 1e-2 a step are compared to 1e-4 of that. Keys' biases may go either way in each of the four steps. In TF32
-    such a difference may round an operand the other way, by 5e-4 of itself: products are in fp32 here."""
-
-    def train(*flags: str) -> str:
-        return run(folder, "--precision", "fp32", *flags, model=model)[0]
-
-    train(*steps("-o", "one.log", "--checkpoint-dir", "one", last=4))
-    train(*steps("-o", "two.log", "--checkpoint-dir", "two", "-n", "2", "-z", "1", gpus=2, last=4))
+@pytest.mark.parametrize("model", ["gpt2", *(pytest.param(m, marks=pytest.mark.long) for m in SCRIPTS if m != "gpt2")])
+def test_without_bitwise_several_ranks_train_as_one_does_but_for_rounding(folder, model):
+    """In TF32 a difference in the last bit may round an operand the other way, by 5e-4 of itself: products are in fp32
+    here. Flags change no bit where there are as many ranks."""
+    for name, gpus, more in (
+        ("one", 1, []), ("two", 2, ["-z", "1"]), *[("again", 2, ["-z", "0", "--offload"])] * (folder.name != "cpu"),
+    ):  # fmt: skip
+        flags = steps("--precision", "fp32", "-o", f"{name}.log", "--checkpoint-dir", name, gpus=gpus, last=4)
+        out, _ = run(folder, *flags, *more, model=model)
+        way = {"cpu": "gloo", "cuda": "copies from GPU to GPU", "nccl": "NCCL"}[folder.name]
+        assert (re.search(rf"\| exchange +\| {way} ", out) is not None) == (gpus > 1)
     one, two = read_log(folder / "one.log"), read_log(folder / "two.log")
     assert one.keys() == two.keys() == {"trl", "tel", "bpb"}
     for name in one:
         assert np.array_equal(one[name][0], two[name][0])
         assert np.abs(one[name][1] - two[name][1]).max() <= 1.01e-4  # the log's last digit
-    for gpus, flags in ((most(folder) if gpus > 2 else gpus, flags) for gpus, flags in others):
-        directory = f"from_{gpus}_{flags}"
-        shutil.copytree(folder / "two" / "step_00000002", folder / directory / "step_00000002")
-        out = train("--gpus", str(gpus), "-x", "4", "-y", "1", "--checkpoint-dir", directory, *flags)
-        assert f"{BATCHES}: {BATCHES * B * T} tokens" in out  # -d as it was
-        way = {"cpu": "gloo", "cuda": "copies from GPU to GPU", "nccl": "NCCL"}[folder.name]
-        assert (re.search(rf"\| exchange +\| {way} ", out) is not None) == (gpus > 1)
-        assert read_record(folder / directory / "step_00000004")["state"]["flags"]["zero_stage"] == (not flags)
-        same = bytes_of(folder, f"{directory}/step_00000004") == bytes_of(folder, "two/step_00000004")
-        assert same or (gpus, flags) != (2, [])
-        ours, theirs = saved(folder, directory, 4, model), saved(folder, "one", 4, model)
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            allowed = 2 * 4 * 1e-2 if name == "keys" else 1e-6 + 1e-4 * np.abs(theirs[name]).max()
-            assert ours[name].shape == theirs[name].shape and np.abs(ours[name] - theirs[name]).max() < allowed
+    assert folder.name == "cpu" or bytes_of(folder, "again") == bytes_of(folder, "two") != {}
 
 
 @on("cpu cuda", long="nccl")
-@pytest.mark.parametrize("model, gpus, zero, bitwise", [
-    ("gpt2", 1, "1", "0"),  # tests/test_peers.py has more ranks
-    *(pytest.param("gpt2", *each, marks=pytest.mark.long)
-      for each in product((1, 2, 3), "01", "01") if each != (1, "1", "0")),
-    *(pytest.param(model, 3, "1", "0", marks=pytest.mark.long) for model in SCRIPTS if model != "gpt2"),
-])  # fmt: skip
-def test_a_bf16_run_that_is_resumed_has_the_bits_of_one_that_was_not_stopped(folder, model, gpus, zero, bitwise):
-    """And a run in another precision, on another number of ranks, goes on from its checkpoint."""
-    flags = ["-z", zero, "--bitwise", bitwise, "--grad-clip", "0.5", "-c", "0.1", "--checkpoint-dir"]
-    gpus = most(folder) if gpus > 2 else gpus
-    run(folder, "--precision", "bf16", *steps(*flags, "whole", "-n", "2", gpus=gpus, last=4), model=model)
-    for directory in ("bf16", "fp32"):
-        shutil.copytree(folder / "whole" / "step_00000002", folder / directory / "step_00000002")
-    again = ["-y", "1", "-x", "4", *flags]
-    out, _ = run(folder, "--gpus", str(gpus), *again, "bf16", model=model)
-    assert "goes on in" not in out and "bf16, sums in fp32" in out
-    assert bytes_of(folder, "bf16/step_00000004") == bytes_of(folder, "whole/step_00000004")
-    out, _ = run(folder, *again, "fp32", "--precision", "fp32", model=model)
-    assert out.count("the run was in bf16 and goes on in fp32\n") == 1
-    two, four = (saved(folder, "whole", step, model)["parameters"] for step in (2, 4))
-    theirs = saved(folder, "fp32", 4, model)["parameters"]
-    assert 0 < np.linalg.norm(theirs - four) < 0.2 * np.linalg.norm(four - two)
-
-
-@on("cuda", long="cpu nccl")
-@pytest.mark.parametrize("zero", ["1", pytest.param("0", marks=pytest.mark.long)])
-def test_ranks_that_keep_their_state_on_the_host_save_the_same_bytes(folder, zero):
-    """tests/test_offload.py has ranks on the CPU."""
-    flags = ["-z", zero, "--precision", "bf16", "-n", "2"]
-    for directory, more in (("without", []), ("with", ["--offload"])):
-        run(folder, *steps(*flags, "--checkpoint-dir", directory, *more, gpus=2))
-    assert bytes_of(folder, "with") == bytes_of(folder, "without") != {}
+def test_ranks_that_are_killed_go_on_with_other_flags_on_any_number_to_the_bits_of_one(folder):
+    flags = steps("--bitwise", "1", "--precision", "bf16", "-n", "2", "--grad-clip", "0.5", "-c", "0.1", last=4)
+    run(folder, *flags, "--checkpoint-dir", "one")
+    more = ["--gpus", "2", "-x", "100000", "-z", "1", "--offload", "--recompute", "--checkpoint-dir", "two"]
+    process = start(folder, *flags, *more)
+    while not process.stdout.readline().startswith("saved two/step_00000002"):
+        pass
+    for pid in children(process):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    for checkpoint in sorted((folder / "two").glob("step_*"))[1:]:
+        shutil.rmtree(checkpoint)
+    out, _ = run(folder, "-y", "1", "-x", "4", "--offload", "0", "--checkpoint-dir", "two")
+    assert f"{BATCHES}: {BATCHES * B * T} tokens" in out  # -d as it was
+    assert bytes_of(folder, "two/step_00000004") == bytes_of(folder, "one/step_00000004") != {}
 
 
 # Ending together

@@ -8,18 +8,14 @@ import device
 from dev.microscope.launches import launches_in
 from device import recording
 from device.cublas import Cublas
-from llmc.data.batches import Batches
-from llmc.model.weights import randomize
 from llmc.step.training import make_training
-from models import ONE_OF_EACH, VARIANTS, GivenBatches, kind_of, make_batches, name_of
-from train_gpt2_fp32 import training_step
+from models import VARIANTS, kind_of, name_of
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lazy import LazyDevice
-from test_peers import EagerDevice
+from lazy import EagerDevice, LazyDevice
 
 BLOCKS, SIDE = 12, 4  # matrices (4, 4) in the memory of a random program; the last three are gradients
 PLACES = st.integers(0, 2 * BLOCKS - 2)  # where a matrix begins, in halves of them
@@ -198,34 +194,6 @@ def test_every_weights_gradient_is_computed_beside_the_rest_of_backward(config, 
     found = [(one, wait) for one, wait in zip(plan.side, plan.waits, strict=True) if wait is not None]
     assert sum(side for side, _ in found) <= products
     assert sum(not side for side, _ in found) <= 4 * L + 1
-
-
-@pytest.mark.parametrize("config, attention, rate", with_dropout(ONE_OF_EACH), ids=name_of)
-def test_a_device_that_lags_behind_trains_to_the_same_bits(config, attention, rate):
-    """Steps of two batches, the next given to the device while it has the one before."""
-
-    def trained(kind: type[device.CpuDevice]) -> list[np.ndarray]:
-        device.current.device = kind()
-        training = make_training(
-            kind_of(config), config, 2, 11, attention, weight_decay=0.1, grad_clip=1.0,
-            dropout=(rate, 1) if rate else None,
-        )  # fmt: skip
-        model, adamw = training.model, training.adamw
-        randomize(model, adamw, seed=1)
-        given = GivenBatches(make_batches(config, 8, 2, 11))
-        batches, losses = Batches(training.batch, training.acts.losses, given, count=2), []
-        step_of, ends = training_step(training, batches), []
-        for step in range(4):
-            step_of(step, 1e-2)
-            ends.append(device.event())
-            if step > 0:
-                ends[step - 1].wait()
-                losses.append(batches.mean_loss(step - 1))
-        return [np.array(losses), *map(device.to_host, (model.params_memory, adamw.m, adamw.v))]
-
-    expected, *others = (trained(kind) for kind in (device.CpuDevice, LazyDevice, EagerDevice))
-    device.use("cpu")
-    assert all(np.array_equal(*pair) for found in others for pair in zip(found, expected, strict=True))
 
 
 def test_the_devices_have_the_same_operations():

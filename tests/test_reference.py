@@ -7,9 +7,11 @@ Where llm.c's published starter pack lies in the repository or in LLMC_STARTER_P
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import oracle
 from conftest import refusal
 from dev.bench import train_torch
 from dev.debug_state import read_debug_state
@@ -23,10 +25,12 @@ from llmc.files.model_file import read_model_header
 from llmc.model.tensors import name_tensors
 from llmc.run.logger import read_log
 from llmc.step.update import adamw_update
-from models import build_from_file
+from models import build, build_from_file, make_batches, name_parameters
 from models import forward_backward as forward_backward_ours
 from oracle import assert_close, model_tolerance
 from train_gpt2_fp32 import GPT2, GPT2Config
+from train_llama3 import Llama3
+from train_qwen3 import Qwen3
 
 import numpy as np
 import pytest
@@ -137,6 +141,39 @@ def test_gpt2_124M_agrees_with_transformers_in_every_tensor_and_for_ten_steps(de
         compare_with_torch(dev, prefix, model.float(), model_tolerance(dev))
         if dev.tf32:
             check_reference(dev, prefix, "flash")
+
+
+@pytest.mark.parametrize("kind, description, changes, B, T", [
+    (Llama3, "smollm2-135m", {}, 2, 129),
+    (Qwen3, "qwen3-0.6b", {"vocab_size": 20_000}, 1, 129),  # PyTorch's logits are in float64
+], ids=str)  # fmt: skip
+def test_a_published_model_is_transformers_in_logits_loss_and_every_gradient(
+    model_dev, kind, description, changes, B, T
+):
+    """Compares logits, loss and every gradient, with each attention. On the CPU it would take minutes: skipped."""
+    if model_dev.kind != "cuda":
+        pytest.skip("takes minutes on the CPU")
+    config = replace(kind.Config.described(description), **changes)
+    theirs = oracle.transformers_model(config)
+    flat = oracle.flat_parameters_of(theirs, config).astype(np.float32)
+    theirs.cuda()
+    ((inputs, targets),) = make_batches(config, 1, B, T)
+    tokens = (torch.as_tensor(ids, dtype=torch.long, device="cuda") for ids in (inputs, targets))
+    want_logits, want_loss = oracle.transformers_loss(theirs, *tokens)
+    want_loss.backward()
+    theirs.cpu()
+    want = name_parameters(oracle.flat_parameters_of(theirs, config, gradients=True), config)
+    # transformers normalises in fp32 whatever the model is in; and gradients pass through some 30 layers.
+    allowed = 2 * model_tolerance(model_dev)
+    for attention in ("softmax", "flash") if model_dev.tf32 else ("softmax",):
+        training = build(model_dev, config, B, T, attention, flat)
+        assert isinstance(training.model, kind)
+        logits, loss = forward_backward_ours(model_dev, training, inputs, targets, 1 / (B * T))
+        assert_close(f"{attention} logits", logits, want_logits, allowed)
+        assert_close(f"{attention} loss", np.array(loss), want_loss, allowed)
+        for name, _ in config.parameters():
+            gradient = model_dev.to_host(getattr(training.model.grads, name))
+            assert_close(f"{attention} d{name}", gradient, getattr(want, name), allowed)
 
 
 def test_a_reference_does_not_overwrite_a_model_unasked(tmp_path):

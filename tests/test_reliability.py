@@ -29,11 +29,11 @@ from llmc.model.tensors import num_parameters
 from llmc.run.logger import Logger, read_log
 from llmc.step.update import adamw_update
 from models import write_record
+from support.folders import checkpoint_bytes
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
 import pytest
-from test_train import checkpoint_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 V, B, T = 257, 2, 16

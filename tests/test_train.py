@@ -20,6 +20,7 @@ from llmc.run.logger import read_log
 from llmc.run.schedule import LearningRateSchedule
 from llmc.run.settings import Settings, resumed_flags
 from models import TINY, described
+from support.folders import V, checkpoint_bytes, make_folder, samples_of, steps_of
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
@@ -27,11 +28,9 @@ import pytest
 from test_evaluation import write_evaluation
 
 ROOT = Path(__file__).parent.parent
-V = 61
 MODELS = {name: (ROOT / kind.Config.SCRIPT, *described(name, V, 64)) for name, (kind, _) in TINY.items()}
 SMALL = ["-i", "data", "-b", "2", "-t", "16"]
 ONE_LAYER = GPT2Config(32, V, 1, 2, 20)
-STEP = re.compile(r"step +(\d+)/(\d+): train loss (\d+\.\d{6}) \((\d+\.\d\d) ms, (\d+) tok/s\)(.*)")
 
 
 KINDS = ["cpu", "cuda"] if "cuda" in DEVICES else ["cpu"]
@@ -50,16 +49,6 @@ def folder(request, tmp_path) -> Path:
 def any_folder(request, tmp_path) -> Path:
     """`folder` for each model's trainer in turn."""
     return make_folder(tmp_path / request.param)
-
-
-def make_folder(tmp_path: Path) -> Path:
-    tmp_path.mkdir()
-    rng = np.random.default_rng(0)
-    for split, count in ("train", 2000), ("val", 400):
-        tokens = (np.arange(count) * 7 + rng.integers(0, 2, count)) % V
-        write_tokens(tmp_path / f"data_{split}.bin", tokens)
-    write_tokenizer(tmp_path / "data_tokenizer.bin", [bytes([32 + i]) for i in range(V)], eot=V - 1)
-    return tmp_path
 
 
 def program(folder: Path, *flags: str) -> list:
@@ -95,15 +84,6 @@ def run_here(here):
         return out
 
     return run_here
-
-
-def steps_of(out: str) -> dict[int, float]:
-    """Step, counted from 1, to training loss."""
-    return {int(match[1]): float(match[3]) for match in STEP.finditer(out)}
-
-
-def samples_of(out: str) -> list[str]:
-    return re.findall(r"^generating:\n---\n(.*?)\n---$", out, re.M | re.S)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -213,10 +193,6 @@ def test_hellaswag_is_scored_when_validating_the_schedule_sets_each_rate_and_cli
 # All that could be lost between two steps: moments, the place in shuffled data, accumulation, a schedule.
 LONG = ["-d", "64", "-k", "cosine", "-u", "2", "-l", "3e-3", "-c", "0.1", "--grad-clip", "0.5", "--seed", "3",
         "-v", "4", "-m", "2", "-s", "5", "-g", "5", "--checkpoint-dir", "run"]  # fmt: skip
-
-
-def checkpoint_bytes(folder: Path, step: int) -> list[bytes]:
-    return [(folder / "run" / f"step_{step:08d}" / name).read_bytes() for name in ("model.bin", "optimizer.bin")]
 
 
 def test_a_run_resumed_at_any_step_is_bit_identical_to_one_that_never_stopped(any_folder, run_here):
@@ -423,9 +399,8 @@ def test_log_every_prints_and_logs_fewer_steps(folder, run_here):
 
 
 class Turing(CpuDevice):
-    """A GPU that has neither TF32 nor bf16."""
+    """A GPU of an older kind."""
 
-    compute_capability = 75
     blas = SimpleNamespace(use_precision=lambda precision: None)
     use_precision = CudaDevice.use_precision
 
@@ -434,11 +409,13 @@ class Turing(CpuDevice):
         self.name = "Tesla T4"
 
 
-def test_bf16_on_a_gpu_without_it_is_refused_in_one_line(refuse_here, monkeypatch):
+@pytest.mark.parametrize("precision, needed, has, instead", [("bf16", 80, 75, "fp32"), ("fp8", 89, 80, "bf16")])
+def test_a_precision_that_a_gpu_lacks_is_refused_in_one_line(refuse_here, monkeypatch, precision, needed, has, instead):
+    monkeypatch.setattr(Turing, "compute_capability", has)
     monkeypatch.setattr(device, "use", lambda kind, number: setattr(device.current, "device", Turing()))
-    assert refuse_here("--precision", "bf16") == (
-        "error: --precision bf16 needs a GPU of compute capability 8.0 or later, and Tesla T4 is of 7.5: "
-        "use --precision fp32\n"
+    assert refuse_here("--precision", precision) == (
+        f"error: --precision {precision} needs a GPU of compute capability {needed / 10} or later, and Tesla T4 is of "
+        f"{has / 10}: use --precision {instead}\n"
     )
 
 

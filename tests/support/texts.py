@@ -1,0 +1,28 @@
+"""Texts, and what a model says follows them."""
+
+import device
+from kernels.encoder import encoder_forward
+from llmc.step.generation import Writer
+
+import numpy as np
+
+
+def random_texts(config, B: int, T: int) -> np.ndarray:
+    return np.random.default_rng([B, T]).integers(0, config.vocab_size, (B, T), dtype=np.int32)
+
+
+def forward_from(writer: Writer, texts, starts, lengths) -> np.ndarray:
+    """The logits (B,V) of what follows tokens starts[b] to starts[b] + lengths[b] - 1 of each text."""
+    cache, B, T = writer.cache, len(texts), max(lengths)
+    acts, batch = cache.views(T)
+    inputs = np.zeros((B, T), np.int32)
+    for b, (text, start, length) in enumerate(zip(texts, starts, lengths, strict=True)):
+        inputs[b, :length] = text[start : start + length]
+    device.copy_in(batch.inputs, inputs)
+    device.copy_in(cache.positions, np.array(starts, np.int32))
+    device.copy_in(cache.last, np.array([b * T + length - 1 for b, length in enumerate(lengths)], np.int32))
+    cache.model.forward(acts, batch)
+    encoder_forward(acts.last, cache.last, acts.ln[-1], None, B, 1, acts.last.shape[-1])
+    writer.draw(acts, acts.last)
+    device.synchronize()
+    return device.to_floats(acts.logits)[:, : cache.model.config.vocab_size]
