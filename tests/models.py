@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from dev.scripts import model_kinds
+from kernels.encoder import sort_by_token
 from kernels.flash_attention import HEAD_SIZES
-from llmc.data.dataloader import sort_by_token
 from llmc.files.model_file import read_model
 from llmc.model.batch import Batch
 from llmc.model.model import Model
