@@ -13,13 +13,12 @@ from device import ceil_div, sources
 from kernels import attention
 from kernels.adamw import adamw
 from kernels.classifier import fused_classifier
-from kernels.encoder import encoder_backward
+from kernels.encoder import encoder_backward, sort_by_token
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import layernorm_backward, layernorm_forward
 from kernels.matmul import transpose
 from kernels.reduce import MAX_PARTIALS, add_partials, column_sum, rows_per_chunk
-from llmc.data.dataloader import sort_by_token
 
 import numpy as np
 

@@ -2,6 +2,7 @@
 
 import device
 from device import ceil_div
+from kernels.launches import describe
 
 import numpy as np
 
@@ -38,3 +39,16 @@ def split(params, values, n: int, *, low=None, v=None) -> None:
 def join(values, params, low, v, n: int) -> None:
     """Sets values (n) to the values that `split` was given, to the last bit. A NaN is a NaN again, of other bits."""
     cu.launch("join_kernel", (ceil_div(n, BLOCK),), (BLOCK,), (values, params, low, v, n))
+
+
+describe(
+    adamw, "n=4096", "params low: n; grads* m* v*: n",
+    lambda size, a: {
+        "norm": device.asarray(np.array([1, 1, 0, 0], np.float32)),
+        "low": a.low if device.floatX == device.BF16 else None,
+        "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "t": 1,
+    },
+    twice={"adamw": "params low m v"},
+    hides="grads")  # it leaves what is not finite out of the update on purpose
+describe(split, "n=4096", "params low: n; values* v*: n", precision="bf16", twice={"split": "v"})
+describe(join, "n=4096", "params low: n; values* v*: n", precision="bf16")

@@ -8,6 +8,7 @@ import device
 from device import ceil_div
 from kernels.cached_attention import Cached, cached_attention_forward
 from kernels.flash_attention import Flash, flash_attention_backward, flash_attention_forward, scratch_of_flash
+from kernels.launches import describe
 
 import numpy as np
 
@@ -107,3 +108,13 @@ def launch_by_att_row(kernel: str, rows: int, args: tuple) -> None:
     """Launches a kernel in which a warp takes a row of the (T, T) matrices."""
     warps = 8
     cu.launch(kernel, (ceil_div(rows, warps),), (cu.warp_size, warps), args)
+
+
+for relu, kind in (False, "softmax"), (True, "relu"):
+    call = {"given": lambda size, a, relu=relu: {"kept": Matrices(a.qkvr, a.att, relu)},
+            "variant": "relu" * relu, "hard": "T=37", "needs": "NH % NKV == 0"}
+    sizes, arrays = "B=1 T=32 NH=4 NKV=4 HS=32", "out: B,T,NH*HS; qkvr qkv: B,T,NH+2*NKV,HS; att: B,NH,T,T"
+    # Of a causal matrix half is read, and all is written, zeros and all.
+    describe(attention_forward, sizes, arrays, **call, moved={f"{kind}_forward": lambda a: 1.5 * a.att.nbytes})
+    describe(attention_backward, sizes, f"dqkv: B,T,NH+2*NKV,HS; dout: B,T,NH*HS; {arrays}", **call,
+             moved={f"{kind}_backward": lambda a: 2 * a.att.nbytes})

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import device
 from device import ceil_div
+from kernels.launches import describe
 
 import numpy as np
 
@@ -70,3 +71,19 @@ def number_of_splits(B: int, NH: int, NKV: int, context: int) -> int:
     tiles = ceil_div(context, TILE_KEYS)
     wanted = min(tiles, ceil_div(2 * device.multiprocessors, blocks))
     return ceil_div(tiles, ceil_div(tiles, wanted))  # so each split has a part of the context
+
+
+def bytes_moved(a) -> int:
+    earlier = int(device.to_host(a.positions).sum())
+    return a.qkv.nbytes + 2 * earlier * a.NKV * a.HS * a.keys.itemsize
+
+
+for variant, heads, hard in (
+    ("", "NH=2 NKV=2", "T=2 splits=1 HS=20"), ("shared", "NH=4 NKV=1", "NH=5 splits=2 context=300 position=190")
+):  # fmt: skip
+    describe(
+        cached_attention_forward, f"B=2 T=1 position=199 context=256 HS=64 splits=4 {heads}",
+        "out: B,T,NH*HS; keys values: B,NKV,context,HS; qkv: B,T,NH+2*NKV,HS",
+        lambda size, a: {"kept": Cached(a.keys, a.values, device.asarray(np.full(size.B, size.position, np.int32)))},
+        variant, hard=hard, needs="NH % NKV == 0; position + T <= context",
+        moved={"cached_attention": bytes_moved, "cached_attention_shared": bytes_moved})

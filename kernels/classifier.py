@@ -2,6 +2,7 @@
 everything between the two products."""
 
 import device
+from kernels.launches import describe, random_tokens
 from kernels.matmul import matmul_backward_weight, matmul_forward
 
 import numpy as np
@@ -52,3 +53,9 @@ def fused_classifier(logits, losses, dloss: float, targets, B: int, T: int, V: i
         (logits, losses, np.float32(dloss), targets, V, Vp, cached),
         shared_mem=device.floatX.itemsize * cached,
     )
+
+
+describe(
+    fused_classifier, "B=2 T=4 V=1000 Vp=1024", "logits: B,T,Vp; losses*: B,T",
+    lambda size, a: {"dloss": 1.0, "targets": device.asarray(random_tokens(size.V, size.B, size.T))},
+    hard="V=2500 Vp=2560", needs="V <= Vp; Vp % 8 == 0", twice={"fused_classifier": "logits"})

@@ -2,7 +2,10 @@
 
 import device
 from device import ceil_div
-from kernels.dropout import Dropout
+from kernels.dropout import Dropout, drop_a_fifth
+from kernels.launches import ROWS, describe, random_tokens
+
+import numpy as np
 
 cu = device.source(__file__)
 
@@ -62,3 +65,47 @@ def wpe_backward(dwpe, dout, B: int, T: int, C: int) -> None:
     """dwpe (maxT,C) += dout (B,T,C) summed over B."""
     block = 128  # on an H200 64 and 256 take as long
     cu.launch("wpe_backward_kernel", (T, ceil_div(C, block)), (block,), (dwpe, dout, B, T, C))
+
+
+def sort_by_token(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (order, count), int32 (tokens.size,) each, for tokens of any shape. order: the positions sorted by their
+    tokens; positions with equal tokens stay in their order. count: for the first position of each token in this order,
+    how many positions have the token; 0 for the others."""
+    flat = tokens.reshape(-1)
+    if flat.max() < 1 << 16:
+        flat = flat.astype(np.uint16)  # NumPy's stable sort of 16-bit values is a radix sort
+    order = np.argsort(flat, kind="stable").astype(np.int32)
+    in_order = flat[order]
+    first = np.flatnonzero(np.r_[True, in_order[1:] != in_order[:-1]])
+    count = np.zeros(flat.size, np.int32)
+    count[first] = np.diff(np.r_[first, flat.size])
+    return order, count
+
+
+def random_batch(size, a) -> dict:
+    inp = random_tokens(size.V, size.B, size.T)
+    order, count = map(device.asarray, sort_by_token(inp))
+    return {"inp": device.asarray(inp), "order": order, "count": count, "indices": device.zeros((inp.size,), np.int32)}
+
+
+def distinct(count) -> int:
+    return int(np.count_nonzero(device.to_host(count)))
+
+
+def forward_bytes(a) -> int:
+    return 2 * a.out.nbytes + (0 if a.wpe is None else a.T * a.C * a.wpe.itemsize)
+
+
+describe(encoder_forward, ROWS + " V=50", "out: B,T,C; wte: V,C; wpe: T,C", random_batch,
+         moved={"encoder_forward": forward_bytes, "encoder_dropout_forward": forward_bytes})
+describe(encoder_forward, ROWS + " V=50", "out: B,T,C; wte: V,C; wpe: T,C",
+         lambda size, a: random_batch(size, a) | {"dropout": drop_a_fifth()}, "dropout")
+describe(encoder_backward, ROWS + " V=50", "dwte*: V,C; dwpe*: T,C; dout: B,T,C", random_batch,
+         hard="B=1 T=6 C=1101 V=3",
+         moved={"wte_backward": lambda a: a.dout.nbytes + 8 * distinct(a.count) * a.C,
+                "wpe_backward": lambda a: a.dout.nbytes + 8 * a.T * a.C})
+describe(encoder_backward_sparse, ROWS + " V=50", "values*: B*T,C; dwpe*: T,C; dout: B,T,C", random_batch,
+         moved={"wte_backward_sparse": lambda a: a.dout.nbytes + 4 * distinct(a.count) * a.C})
+describe(add_sparse, "N=64 V=100 C=128", "dwte*: V,C; values*: N,C",
+         lambda size, a: {"indices": device.asarray(np.arange(size.N, dtype=np.int32))}, needs="N <= V",
+         moved={"add_sparse": lambda a: 12 * int((device.to_host(a.indices) >= 0).sum()) * a.C})

@@ -60,13 +60,13 @@ extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, 
 // at number `start` of a flat buffer of floatX. Rank r, whose buffer is at buffers[r], owns the r-th `length` numbers.
 // order, count (N): the batch's positions, sorted by token (encoder.cu). A warp copies a row.
 // Block: (WARP_SIZE, rows).
-extern "C" __global__ void gather_rows_kernel(const unsigned long long* buffers, int rank, size_t length, size_t start,
+extern "C" __global__ void gather_rows_kernel(const unsigned long long* buffers, int own, size_t length, size_t start,
                                               const int* inp, const int* order, const int* count, int N, int C) {
     constexpr int AT_ONCE = 8;  // loads that a thread has in flight
     const int x = blockIdx.x * blockDim.y + threadIdx.y;
     if (x >= N || count[x] == 0) return;
     const size_t row = start + (size_t)inp[order[x]] * C;
-    floatX* own = reinterpret_cast<floatX*>(buffers[rank]);
+    floatX* to = reinterpret_cast<floatX*>(buffers[own]);
     int owner = (int)(row / length);
     for (int i0 = threadIdx.x; i0 < C; i0 += AT_ONCE * WARP_SIZE) {
         floatX values[AT_ONCE];
@@ -83,7 +83,7 @@ extern "C" __global__ void gather_rows_kernel(const unsigned long long* buffers,
         for (int k = 0; k < AT_ONCE; k++) {
             const int i = i0 + k * WARP_SIZE;
             if (i >= C) break;
-            if (owners[k] != rank) own[row + i] = values[k];
+            if (owners[k] != own) to[row + i] = values[k];
         }
     }
 }

@@ -2,6 +2,8 @@
 
 import device
 from device import ceil_div
+from kernels.encoder import random_batch
+from kernels.launches import describe
 
 import numpy as np
 
@@ -46,3 +48,29 @@ def checksum(buffer) -> str:
     words = buffer.view(np.uint32) if buffer.nbytes % 4 == 0 else buffer.astype(np.uint32)
     cu.launch("checksum_kernel", (512,), (cu.block(128),), (total, words, words.size))
     return f"{int(device.to_host(total)[0]):016x}"
+
+
+def addresses(*arrays):
+    return device.asarray(np.array([device.address(x) for x in arrays], np.uint64))
+
+
+def sum_bytes(a) -> int:
+    pieces = device.to_host(a.pieces).reshape(-1, 4)
+    return 4 * (a.num_to + a.num_from) * int((pieces[:, 2] - pieces[:, 1]).sum()) // a.shares
+
+
+def gather_bytes(a) -> int:
+    tokens = np.unique(device.to_host(a.inp)).astype(np.int64)
+    places = a.start + a.C * tokens[:, None] + np.arange(a.C)
+    return 2 * int((places // a.length != a.own).sum()) * device.floatX.itemsize  # of numbers that others have
+
+
+describe(sum_buffers, "N=3 n=1000 blocks=2", "out*: n; parts*: N,n",
+         lambda size, a: {"to": addresses(a.out), "sources": addresses(*a.parts), "ranges": [(0, size.n)]},
+         moved={"sum": sum_bytes})
+describe(gather_rows, "own=0 B=1 T=16 V=50 C=128", "mine other: V,C",
+         lambda size, a: random_batch(size, a) | {
+             "buffers": addresses(a.mine, a.other), "length": 4 * ceil_div(size.V * size.C, 8), "start": 0,
+             "N": size.B * size.T},
+         needs="own < 2", moved={"gather_rows": gather_bytes})
+describe(checksum, "n=4096", "buffer*: n")

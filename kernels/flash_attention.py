@@ -7,6 +7,7 @@ from typing import NamedTuple
 import device
 from device import ceil_div
 from device.errors import UserError
+from kernels.launches import FLOPS, MOVED, describe
 
 import numpy as np
 
@@ -148,3 +149,17 @@ def check(HS: int) -> None:
         raise UserError(f"flash attention takes heads of 64 or 128 channels, not {HS}: use -a softmax")
     if device.kind == "cuda" and device.compute_capability < 80:
         raise UserError("flash attention needs TF32, a GPU of compute capability 8.0 or later: use -a softmax")
+
+
+for HS, wgmma in (64, False), (64, True), (128, False), (128, True):
+    call = {"given": {"wgmma": wgmma}, "variant": "wgmma" * wgmma + "128" * (HS == 128), "needs": "NH % NKV == 0",
+            "hard": "" if wgmma or HS == 128 else "T=161 NH=1", "precision": "bf16" * wgmma}
+    sizes, arrays = f"B=1 T=80 NH=2 NKV=1 HS={HS}", "out: B,T,NH*HS; lse*: B,NH,T; qkv: B,T,NH+2*NKV,HS"
+    describe(flash_attention_forward, sizes, arrays, **call)
+    describe(flash_attention_backward, sizes, f"dqkv: B,T,NH+2*NKV,HS; dout: B,T,NH*HS; {arrays}", **call,
+             hides="qkv")  # has made lse or out of its row a NaN (flash_attention.cu)
+FLOPS |= {"flash_attention_forward": lambda a: 2 * a.T * a.out.size,
+          "flash_attention_backward_query": lambda a: 3 * a.T * a.out.size,
+          "flash_attention_backward_key": lambda a: 4 * a.T * a.dout.size}
+# Reads each query head's share, writes the sums of each group's.
+MOVED["flash_attention_group_sum"] = lambda a: a.dkv_heads.nbytes + a.dkv_heads.size * a.NKV // a.NH * a.dqkv.itemsize

@@ -5,7 +5,8 @@ from pathlib import Path
 import device
 from device import ceil_div
 from kernels.dispatch import dispatched
-from kernels.matmul import as_stored, matmul_forward, tile_grid
+from kernels.launches import MATRIX, describe
+from kernels.matmul import as_stored, matmul_forward, recomputed, tile_grid
 from kernels.reduce import add_partials, partials_of, rows_per_chunk
 
 cu = device.source(__file__)
@@ -49,3 +50,10 @@ def gelu_backward(dinp, dbias, out, dout, inp, bias, N: int, C: int, erf: bool =
     args = dout, as_stored(out), partials, inp, bias, N, C, rows
     source.launch(f"{form}_backward_kernel", (columns, chunks), (side, side), args)
     add_partials([dbias], partials, chunks, C)
+
+
+for form, erf in ("gelu", False), ("gelu_erf", True):
+    describe(gelu_forward, MATRIX, "out inp: N,C; bias: C", {"erf": erf}, "erf" * erf)
+    describe(gelu_backward, MATRIX, "dinp out inp: N,C; bias dbias*: C",
+             lambda size, a, erf=erf: recomputed(size, a) | {"dout": a.dinp, "erf": erf}, "erf" * erf,
+             hard="N=133 C=67", twice={f"{form}_backward": "dout"})

@@ -7,6 +7,8 @@ backward.
 import device
 from device import ceil_div
 from kernels.dispatch import dispatched
+from kernels.launches import ROWS, describe
+from kernels.matmul import recomputed
 from kernels.norm import forward_blocks, recompute_norm
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
@@ -68,3 +70,11 @@ def layernorm_recompute(out, inp, norm, stats, B: int, T: int, C: int) -> None:
     """out (B*T,C) = the output of layernorm_forward once more, from its input and the stats that it set. out has the
     layout that matmul_backward_weight wants."""
     recompute_norm(out, inp, norm, stats, B, T, C)
+
+
+NORM = "norm.weight norm.bias: C; stats.mean* stats.rstd*: B,T"
+describe(layernorm_forward, ROWS, f"out inp: B,T,C; {NORM}")
+describe(fused_residual_forward, ROWS, f"residual out inp1 inp2: B,T,C; {NORM}", hard="B=1 T=3 C=2101")
+describe(layernorm_backward, ROWS, f"dinp dout inp: B,T,C; {NORM}; dnorm.dweight* dnorm.dbias* dbias2*: C",
+         hard="B=1 T=23 C=133", twice={"layernorm_backward": "dinp"})
+describe(layernorm_recompute, "B=2 T=32 C=64", f"out: B*T,C; inp: B,T,C; {NORM}", recomputed)

@@ -4,6 +4,7 @@ import device
 from device import ceil_div
 from device.sources import Source
 from kernels.dispatch import dispatched
+from kernels.launches import MATRIX, describe
 from kernels.reduce import column_sum
 
 cu = device.source(__file__)
@@ -124,3 +125,14 @@ def as_stored(out):
 def tile_grid(cu, N: int, C: int) -> tuple[int, int]:
     """A block for each Tile (tile.cuh) of an (N,C) matrix."""
     return ceil_div(C, 16 * cu.width if cu.warp_size > 1 else 64), ceil_div(N, 64)
+
+
+def recomputed(size, a) -> dict:
+    """For descriptions: an array out (N,C) as as_stored wants it."""
+    return {"out": a.out.reshape(a.out.shape[::-1]).T if transposes() else a.out}
+
+
+describe(matmul_forward, "B=2 T=8 C=64 OC=128", "out: B,T,OC; inp: B,T,C; weight: OC,C; bias: OC")
+describe(matvec, "C=256 OC=64", "out bias: OC; inp: C; weight: OC,C", moved={"matvec": lambda a: a.weight.nbytes})
+describe(matmul_backward_bias, "B=2 T=320 OC=128", "dbias*: OC; dout: B,T,OC")
+describe(transpose, MATRIX, "out: C,N; inp: N,C", hard="N=133 C=67")

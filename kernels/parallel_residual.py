@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import device
 from device import ceil_div
-from kernels.dropout import Dropout
+from kernels.dropout import Dropout, drop_a_fifth
+from kernels.launches import ROWS, describe
 from kernels.norm import forward_blocks
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
@@ -93,3 +94,22 @@ def random_and_sites(dropout0: Dropout | None, dropout1: Dropout | None) -> tupl
     """The last arguments of the kernels with dropout; a branch without it has the site -1."""
     random = (dropout0 or dropout1).random
     return random, dropout0.site if dropout0 else -1, dropout1.site if dropout1 else -1
+
+
+for variant, drop in ("", lambda site: None), ("dropout", drop_a_fifth):
+    describe(
+        parallel_residual_forward, ROWS, "inp proj0 proj1 residual outs.out0 outs.out1: B,T,C; "
+        "weight0 weight1 shift0 shift1: C; stats.mean* stats.rstd*: B,T",
+        lambda size, a, drop=drop: {
+            "norms": [(a.weight0, a.shift0), (a.weight1, a.shift1)],
+            "branches": [(a.proj0, drop(0)), (a.proj1, drop(1))]},
+        variant, hard="B=1 T=3 C=2101")
+    describe(
+        parallel_residual_backward, ROWS, "inp dinp dproj0 dproj1 douts.dout0 douts.dout1: B,T,C; weight0 weight1: C; "
+        "dbias0* dbias1* dweight0* dweight1* dshift0* dshift1*: C; stats.mean* stats.rstd*: B,T",
+        lambda size, a, drop=drop: {
+            "norms": [(a.weight0, None), (a.weight1, None)],
+            "dnorms": [(a.dweight0, a.dshift0), (a.dweight1, a.dshift1)],
+            "branches": [(a.dproj0, a.dbias0, drop(0)), (a.dproj1, a.dbias1, drop(1))]},
+        variant, hard="B=1 T=23 C=133",
+        twice={"parallel_residual_backward": "dinp", "parallel_residual_dropout_backward": "dinp"})

@@ -4,7 +4,9 @@ import device
 from device import ceil_div
 from device.sources import Source
 from kernels.dispatch import dispatched
+from kernels.launches import describe
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
+from kernels.rope import angles
 
 import numpy as np
 
@@ -55,3 +57,12 @@ def lanes(cu: Source) -> int:
 def sums_bytes(cu: Source, HS: int) -> int:
     """The shared memory for the sums of the lanes of a head (qk_norm.cuh: WeightSums)."""
     return 2 * 4 * cu.width * ceil_div(HS, cu.width)
+
+
+WEIGHTS = "rstd*: B,T,NH+NKV; weights.qweight weights.kweight: HS"
+GRADIENTS = "dweights.dqweight* dweights.dkweight*: HS"
+describe(qk_norm_forward, "B=2 T=16 NH=4 NKV=2 HS=32", f"out inp: B,T,NH+2*NKV,HS; {WEIGHTS}", angles,
+         needs="HS % 2 == 0")
+describe(qk_norm_backward, "B=2 T=16 NH=4 NKV=2 HS=32", f"dinp inp: B,T,NH+2*NKV,HS; {WEIGHTS}; {GRADIENTS}",
+         lambda size, a: angles(size, a) | {"dout": a.dinp}, needs="HS % 2 == 0",
+         moved={"qk_norm_backward": lambda a: 3 * a.inp.nbytes * (a.NH + a.NKV) // (a.NH + 2 * a.NKV)})

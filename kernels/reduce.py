@@ -2,6 +2,7 @@
 
 import device
 from device import ceil_div
+from kernels.launches import describe
 
 import numpy as np
 
@@ -82,3 +83,13 @@ def norm_of_squares(norm, scratch, count: int, largest: float, skip_nonfinite: b
     block, partials = cu.block(512), scratch.reshape(-1)
     args = norm, partials, count, np.float32(largest), int(skip_nonfinite)
     cu.launch("norm_kernel", (1,), (block,), args)
+
+
+describe(global_norm, "n=4096", "x*: n",
+         lambda size, a: {
+             "norm": device.asarray(np.array([1, 1, 0, 0], np.float32)), "scratch": device.empty((SQUARES,)),
+             "arrays": [a.x], "largest": 1.0, "skip_nonfinite": False},
+         hard="n=10001", moved={"norm": lambda a: 4 * a.P})
+describe(column_sum, "N=640 C=128", "out*: C; inp: N,C")
+describe(add_partials, "P=40 C=128", "outs.out0* outs.out1*: C; partials*: P,2,C",
+         moved={"add_partials": lambda a: 4 * a.P * a.C * sum(vars(a)[f"out{i}"] is not None for i in range(6))})

@@ -3,6 +3,8 @@
 import device
 from device import ceil_div
 from kernels.dispatch import dispatched
+from kernels.launches import ROWS, describe
+from kernels.matmul import recomputed
 from kernels.norm import forward_blocks, recompute_norm
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
@@ -62,3 +64,10 @@ def rmsnorm_recompute(out, inp, weight, rstd, B: int, T: int, C: int) -> None:
     """out (B*T,C) = the output of rmsnorm_forward once more, from its input and the rstd that it set. out has the
     layout that matmul_backward_weight wants."""
     recompute_norm(out, inp, (weight, None), (None, rstd), B, T, C)
+
+
+describe(rmsnorm_forward, ROWS, "out inp: B,T,C; weight: C; rstd*: B,T", hard="B=1 T=3 C=2101")
+describe(fused_residual_rmsnorm_forward, ROWS, "residual out inp1 inp2: B,T,C; weight: C; rstd*: B,T")
+describe(rmsnorm_backward, ROWS, "dinp dout inp: B,T,C; weight dweight*: C; rstd*: B,T", hard="B=1 T=31 C=261",
+         twice={"rmsnorm_backward": "dinp"})
+describe(rmsnorm_recompute, "B=2 T=32 C=64", "out: B*T,C; inp: B,T,C; weight: C; rstd*: B,T", recomputed)

@@ -2,6 +2,7 @@
 
 import device
 from device import ceil_div
+from kernels.launches import describe
 
 import numpy as np
 
@@ -52,3 +53,12 @@ def launch(qkv, table, positions, direction: float, B: int, T: int, NH: int, NKV
     vectors = min(64, ceil_div(R, cu.width))
     args = qkv, table, positions, np.float32(direction), NH + NKV, NH + 2 * NKV, HS, R
     cu.launch("rope_kernel", (T, B), (vectors, 64 // vectors), args)
+
+
+def angles(size, a) -> dict:
+    return {"table": device.asarray(rope_table(size.T, size.HS, 1e4))}
+
+
+for launcher, name in (rope_forward, "qkv"), (rope_backward, "dqkv"):
+    describe(launcher, "B=2 T=16 NH=4 NKV=2 HS=32", f"{name}: B,T,NH+2*NKV,HS", angles, needs="HS % 2 == 0",
+             moved={"rope": lambda a: 2 * a.qkv.nbytes * a.heads // a.all_heads})  # of queries and keys, in place

@@ -2,6 +2,7 @@
 
 import device
 from device import ceil_div
+from kernels.launches import describe
 
 import numpy as np
 
@@ -29,3 +30,11 @@ def sample(
     args = tokens, positions, states, logits, V, Vp, heat, min(top_k, V), np.float32(top_p), context, drawn
     block = cu.block(min(1024, 32 * ceil_div(V, 32 * cu.width)))  # each thread has a vector or more
     cu.launch("sample_kernel", (B,), (block,), args)
+
+
+for variant, top_p in ("", 1.0), ("top_p", 0.5):
+    describe(sample, "B=2 V=1000 Vp=1024 context=8 top_k=0", "logits: B,Vp",
+             lambda size, a, top_p=top_p: {
+                 "tokens": device.zeros((size.B,), np.int32), "positions": device.zeros((size.B,), np.int32),
+                 "states": device.asarray(np.arange(1, size.B + 1, dtype=np.uint64)), "top_p": top_p},
+             variant, hard="B=1 V=5003 Vp=5120 top_k=7", needs="V <= Vp; Vp % 8 == 0")

@@ -3,7 +3,8 @@
 import device
 from device import ceil_div
 from kernels.dispatch import dispatched
-from kernels.matmul import as_stored, tile_grid
+from kernels.launches import MATRIX, describe
+from kernels.matmul import as_stored, recomputed, tile_grid
 
 cu = device.source(__file__)
 
@@ -24,3 +25,7 @@ def swiglu_backward(dinp, out, dout, inp, N: int, C: int) -> None:
     """
     side, grid = cu.block(16), tile_grid(cu, N, C)
     cu.launch("swiglu_backward_kernel", grid, (side, side), (dinp, as_stored(out), dout, inp, N, C))
+
+
+describe(swiglu_forward, MATRIX, "out: N,C; inp: N,2*C")
+describe(swiglu_backward, MATRIX, "dinp inp: N,2*C; out dout: N,C", recomputed, hard="N=133 C=67")

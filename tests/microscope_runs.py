@@ -15,28 +15,13 @@ sys.path.insert(0, str(ROOT))
 
 import device  # noqa: E402
 from dev.microscope.compare_ncu import counts_of, name_of  # noqa: E402
-from dev.microscope.launches import LAUNCHES, launches_in, sizes_of  # noqa: E402
+from dev.microscope.launches import LAUNCHES, launches_in  # noqa: E402
 from dev.microscope.report import lines_of, race_lines  # noqa: E402
 from dev.microscope.watch import FILES, KINDS, Watched, use_microscope, watch, watch_kernel  # noqa: E402
+from dev.traffic import FLOPS, MOVED, SMALL, kind_of  # noqa: E402
 from device import cpp  # noqa: E402
 
 import numpy as np  # noqa: E402
-
-# Sizes at which blocks come back to their shared memory, and rows end within a warp.
-HARD = {
-    "encoder_backward": "B=1,T=6,C=1101,V=3", "layernorm_backward": "B=1,T=23,C=133",
-    "rmsnorm_backward": "B=1,T=31,C=261", "parallel_residual_backward": "B=1,T=23,C=133",
-    "parallel_residual_backward:dropout": "B=1,T=23,C=133", "parallel_residual_forward": "B=1,T=3,C=2101",
-    "fused_residual_forward": "B=1,T=3,C=2101", "rmsnorm_forward": "B=1,T=3,C=2101",
-    "fused_classifier": "V=2500,Vp=2560", "attention_forward": "T=37", "attention_backward": "T=37",
-    "flash_attention_forward": "T=161,NH=1", "flash_attention_backward": "T=161,NH=1", "global_norm": "n=10001",
-    "gelu_backward": "N=133,C=67", "swiglu_backward": "N=133,C=67", "transpose": "N=133,C=67",
-    "recompute_norm": "T=67,C=67", "cached_attention_forward": "T=2,splits=1,HS=20",
-    "cached_attention_forward:shared": "NH=5,splits=2,context=300,position=190", "sample": "B=1,V=5003,Vp=5120,top_k=7",
-    "sample:top_p": "B=1,V=5003,Vp=5120", "quantize": "N=80,C=400", "swiglu_backward:fp8": "N=80,C=272",
-    "gelu_backward:fp8": "N=80,C=400", "fused_residual_forward:fp8": "T=40",
-    "layernorm_recompute:fp8": "T=40,C=400", "qk_norm_backward:fp8": "T=40",
-}  # fmt: skip
 
 # A barrier that is left out: the file, which of its __syncthreads, and a launcher that needs it.
 MUTANTS = [
@@ -87,15 +72,14 @@ def main(precision: str, folder: str) -> None:
             races.setdefault(one.kernel, []).extend(race_lines(one))
             found["counts"].append([name_of(name, precision), one.kernel, counts_of(one)])
             found["unplaced"] += [one.kernel for pc in np.unique(one.steps["pc"]) if not one.places[int(pc)].frames]
-            found["bytes"].append([f"{one.kernel} {precision}", one.least_bytes, bytes_of_arrays(one)])
+            found["bytes"].append([f"{one.kernel} {precision}", one.least_bytes, *bytes_of_arrays(one)])
     device.current.device.multiprocessors = 1  # so each block takes several turns, in the same shared memory
     # In bf16 flash attention has other barriers than in fp32; the other kernels have the same.
-    for name, shape in HARD.items():
-        if precision != (LAUNCHES[name].precision or "fp32") and not name.startswith("flash"):
-            continue
-        for one in watch(LAUNCHES[name], sizes_of(shape, LAUNCHES[name])):
-            launched[name].add(one.kernel)
-            races[one.kernel].extend(race_lines(one))
+    for name, launch in launches.items():
+        if launch.hard and (precision == (launch.precision or "fp32") or name.startswith("flash")):
+            for one in watch(launch, launch.hard):
+                launched[name].add(one.kernel)
+                races[one.kernel].extend(race_lines(one))
     if precision == "fp32":
         for file, kernel, block, grid in BROKEN:
             one = watch_broken(ROOT / "tests" / "cu" / file, kernel, block, grid)
@@ -108,19 +92,20 @@ def main(precision: str, folder: str) -> None:
     device.current.device.compile_all(copy for files in copies for copy in files.values())
     for (file, which, name), files in zip(mutants, copies, strict=True):
         with taken_from(files):
-            watched = watch(LAUNCHES[name], sizes_of(HARD.get(name, ""), LAUNCHES[name]))
+            watched = watch(LAUNCHES[name], LAUNCHES[name].hard)
         lines = [line for one in watched for line in race_lines(one)]
         found["mutants"].append({"file": file, "which": which, "launcher": name, "races": lines})
     json.dump(found, sys.stdout)
 
 
-def bytes_of_arrays(one: Watched) -> int:
-    """The bytes of the arrays that a launch touched, twice where it both read and wrote one."""
-    total = 0
-    for i, array in enumerate(one.arrays):
-        mine = one.steps[one.steps["array"] == i]
-        total += 0 if array.shared else len(np.unique(mine["kind"])) * array.bytes
-    return total
+def bytes_of_arrays(one: Watched) -> tuple[int, int | None]:
+    """The bytes of the arrays that a launch touched, twice where it both read and wrote one; and the same without the
+    small ones, if this is what the profile must count."""
+    times = [len(np.unique(one.steps["kind"][one.steps["array"] == i])) for i in range(len(one.arrays))]
+    touched = [(array.name, times[i] * array.bytes) for i, array in enumerate(one.arrays) if not array.shared]
+    large = sum(count for name, count in touched if name not in SMALL)
+    by_rule = kind_of(one.kernel) not in MOVED.keys() | FLOPS.keys() and one.least_bytes
+    return sum(count for _, count in touched), large if by_rule else None
 
 
 def watch_broken(file: Path, name: str, block: tuple, grid: tuple):

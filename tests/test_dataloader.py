@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from conftest import refusal
+from kernels.encoder import sort_by_token
 from llmc.data import dataloader
-from llmc.data.dataloader import DataLoader, sort_by_token
+from llmc.data.dataloader import DataLoader
 from llmc.data.find_data import check_both_splits, find_token_files
 from llmc.data.token_file import RAW_TOKENS, open_tokens, write_tokens
 

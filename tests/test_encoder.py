@@ -2,8 +2,7 @@
 
 from draws import factors, words
 from kernels.dropout import Dropout
-from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
-from llmc.data.dataloader import sort_by_token
+from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward, sort_by_token
 from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal, to_numpy
 
 import numpy as np

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import device
+from kernels.encoder import sort_by_token
 from kernels.exchange import checksum, cu, gather_rows, sum_buffers
-from llmc.data.dataloader import sort_by_token
 from llmc.model.ranges import rounds, share_length, share_of
 from llmc.ranks import ranks
 from llmc.ranks.peer_transport import barrier

@@ -1,15 +1,13 @@
 """No kernel hides a number that is not finite: what another number would change, a NaN spoils.
 
-Each launcher of dev/microscope/launches.py runs with one element of one of its arrays changed. The arrays that a finite
-number changes must hold something that is not finite once the element is a NaN, as a GPU (0x7fffffff) and a CPU make
-them.
+Each launcher that kernels/launches.py describes runs with one element of one of its arrays changed. The arrays that a
+finite number changes must hold something that is not finite once the element is a NaN, as a GPU (0x7fffffff) and a CPU
+make them.
 """
-
-from itertools import cycle
 
 import device
 from dev.microscope.launches import LAUNCHES
-from device import to_bf16
+from device.errors import UserError
 from device.fp8 import from_e4m3
 from kernels.cached_attention import Cached, cached_attention_forward
 from kernels.fp8.quantized import Quantized
@@ -17,119 +15,68 @@ from oracle import normal, to_numpy
 
 import numpy as np
 import pytest
-from test_fp8 import dev as fp8_dev  # noqa: F401  a fixture
 
-NANS = {"nan of a GPU": 0x7FFFFFFF, "quiet nan": 0x7FC00000, "negative nan": 0xFFFFFFFF}
-INFINITIES = {"inf": 0x7F800000, "-inf": 0xFF800000}
-ELEMENTS = 3  # to try, of each array: one for each NaN
-# AdamW leaves gradients that are not finite out of the update on purpose (tests/test_adamw.py). A NaN in q, k or v has
-# already made lse or out of its row a NaN when flash attention's backward comes (kernels/flash_attention.cu).
-LEFT_OUT = {("adamw", "grads"), ("flash_attention_backward", "qkv"), ("flash_attention_backward:128", "qkv")}
-# The gradient of the scores. The launcher computes the gradients of q, k and v from it.
-IN_BETWEEN = {"datt"}
+# Bits of floats, of which bf16 has the upper half.
+NANS = 0x7FFFFFFF, 0x7FC00000, 0xFFFFFFFF  # of a GPU, a quiet and a negative one
+INFINITIES = 0x7F800000, 0xFF800000, 0x7F800000
+THREE = 0x40400000
+
+QUANTIZE = [name for name in LAUNCHES if "fp8" in name or name == "quantize"]
 
 
 def results(call, name: str = "", at: int = 0, bits: int = 0) -> dict[str, np.ndarray]:
-    """The float arrays of a call after it, by name, where each begins with the same contents but for an element of
-    `name`, which is `bits` of a float."""
+    """What a call leaves in its arrays, as floats, by name; of quantized ones times their scales. The arrays begin with
+    the same contents each time, but for an element of `name`, which is `bits` of a float."""
     device.synchronize()
     for each, content in call.before.items():
         if each == name:
             content = content.copy()
-            content.view(np.uint32).reshape(-1)[at] = bits
+            content.view(f"u{content.itemsize}").reshape(-1)[at] = bits >> 32 - 8 * content.itemsize
         device.copy_in(call.watched[each], content)
     call()
     device.synchronize()
-    return {each: device.to_host(array) for each, array in call.watched.items()}
+    found = {each: device.to_floats(array) for each, array in call.watched.items()}
+    for each, value in call.arguments.items():
+        if isinstance(value, Quantized):
+            scale = device.to_host(value.scale.scale)[0]
+            found |= {f"{each}.{q}": from_e4m3(device.to_host(getattr(value, q))) * scale for q in ("q", "q_T")}
+    return found
 
 
-def prepared(name: str):
-    """A call of a launcher, with the arrays that it is given and what they hold before it."""
-    launch = LAUNCHES[name]
-    call = launch.prepare(launch.sizes)
-    call.watched = dict(call.arrays)
-    if name == "global_norm":
-        call.watched["norm"] = call.arguments["norm"]
-    call.before = {each: device.to_host(array).copy() for each, array in call.watched.items()}
-    return call
-
-
-def found(call, rng) -> dict[str, list[tuple[int, str, set[str], set[str], set[str]]]]:
-    """For each array that is read, some elements: one of NANS, the outputs that it spoils, those that one of INFINITIES
-    spoils, and those that a finite number changes."""
-    usual, rows = results(call), {}
-    for name in call.arrays:
-        content = call.before[name]
-        elements = rng.integers(content.size, size=ELEMENTS)
-        for at, nan, infinity in zip(elements, cycle(NANS), cycle(INFINITIES.values()), strict=False):
-            other = results(call, name, at, 0x40400000)  # 3
-            changed = {each for each, values in other.items() if not np.array_equal(values, usual[each])} - IN_BETWEEN
-            if np.array_equal(usual[name], content):  # is not written to
-                changed.discard(name)
-            if changed:
-                after = [results(call, name, at, bits).items() for bits in (NANS[nan], infinity)]
-                spoilt = [{each for each, values in arrays if not np.isfinite(values).all()} for arrays in after]
-                rows.setdefault(name, []).append((at, nan, *spoilt, changed))
-    return rows
+def spoilt(values: dict[str, np.ndarray]) -> set[str]:
+    return {name for name, array in values.items() if not np.isfinite(array).all()}
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", [name for name, launch in LAUNCHES.items() if not launch.precision])
+@pytest.mark.parametrize("name", [name for name, launch in LAUNCHES.items() if not launch.precision] + QUANTIZE)
 def test_what_is_not_finite_is_handed_on(product_dev, name, rng):
-    for array, elements in found(prepared(name), rng).items():
-        if (name, array) in LEFT_OUT:
-            continue
-        for at, nan, outputs, _, changed in elements:
-            assert changed <= outputs, f"{nan} in {array}[{at}] changes {changed} and spoils {outputs}"
-        # An infinity may rightly come to nothing, as where the weight of a score of -inf is 0.
-        assert any(changed & outputs for *_, outputs, changed in elements), array
-
-
-QUANTIZE = [name for name, launch in LAUNCHES.items() if "fp8" in name or name == "quantize"]
-
-
-def dequantized(call) -> dict[str, np.ndarray]:
-    """What a call of a launcher of kernels/fp8/ has written, by name: float arrays, and quantized ones times their
-    scales."""
-    call()
-    found = {}
-    for name, value in call.arguments.items():
-        if isinstance(value, Quantized):
-            scale = device.to_host(value.scale.scale)[0]
-            for each in "q", "q_T":
-                found[f"{name}.{each}"] = from_e4m3(device.to_host(getattr(value, each))) * scale
-    return found | {name: device.to_floats(array) for name, array in call.arrays.items()}
-
-
-def dequantized_after(call, array: str, at: int, value: float) -> dict[str, np.ndarray]:
-    """The same, where an array has this value at one place."""
-    for each, content in call.before.items():
-        values = device.to_floats(content).copy()
-        if each == array:
-            values.reshape(-1)[at] = value
-        device.copy_in(call.arrays[each], to_bf16(values) if content.dtype == device.BF16 else values)
-    return dequantized(call)
-
-
-@pytest.mark.parametrize("name", QUANTIZE)
-def test_what_is_not_finite_is_seen_in_a_quantized_result(fp8_dev, name, rng):  # noqa: F811
-    """If a finite number at a place changes a result, a NaN there spoils it. So does an infinity, if the result's scale
-    is computed here: by a known scale, which is NaN in a model, it would be clipped."""
-    device.use_precision("bf16")
-    call, seen = LAUNCHES[name].prepare(LAUNCHES[name].sizes), set()
-    call.before = {each: device.to_host(value).copy() for each, value in call.arrays.items()}
-    for array, content in call.before.items():
-        for at in rng.integers(content.size, size=ELEMENTS):
-            usual = dequantized_after(call, array, at, device.to_floats(content).reshape(-1)[at])
-            other = dequantized_after(call, array, at, 30.0)
-            changed = {each for each in other if each != array and not np.array_equal(other[each], usual[each])}
-            scaled = {each for each in changed if each.endswith(".q")}
-            for value, expected in (np.nan, changed), (np.inf, scaled):
-                results = dequantized_after(call, array, at, value).items()
-                spoiled = {each for each, values in results if not np.isfinite(values).all()}
-                assert expected <= spoiled, (array, at, value)
-            seen |= changed
-    assert seen
+    """An infinity may rightly come to nothing, as where the weight of a score of -inf is 0, or where a known scale
+    clips it. But it spoils what a kernel quantizes by a scale of its own."""
+    if name in QUANTIZE:
+        try:
+            device.use_precision("fp8")
+        except UserError:
+            pytest.skip("this GPU has no fp8")
+        device.use_precision("bf16")  # of what they quantize
+    call, seen = LAUNCHES[name].prepare({}), set()
+    call.watched = call.arrays | ({"norm": call.arguments["norm"]} if name == "global_norm" else {})
+    call.before = {each: device.to_host(array).copy() for each, array in call.watched.items()}
+    given, usual = {each: device.to_floats(array) for each, array in call.arrays.items()}, results(call)
+    for array in [each for each in call.arrays if each not in LAUNCHES[name].hides]:
+        rows = []  # the results that a finite number at a place changes, and those that an infinity there spoils
+        for at, nan, infinity in zip(rng.integers(given[array].size, size=len(NANS)), NANS, INFINITIES, strict=True):
+            other = results(call, array, at, THREE)
+            changed = {each for each in other if not np.array_equal(other[each], usual[each])}
+            if np.array_equal(usual[array], given[array]):  # is not written to
+                changed.discard(array)
+            if changed:
+                by_nan, by_infinity = (spoilt(results(call, array, at, bits)) for bits in (nan, infinity))
+                assert changed <= by_nan, f"{nan:#x} in {array}[{at}] changes {changed} and spoils {by_nan}"
+                assert {each for each in changed if each.endswith(".q")} <= by_infinity, f"{array}[{at}]"
+                rows.append((changed, by_infinity))
+        assert name in QUANTIZE or not rows or any(changed & spoiled for changed, spoiled in rows), array
+        seen |= set().union(*(changed for changed, _ in rows))
+    assert seen or name not in QUANTIZE
 
 
 @pytest.mark.parametrize("splits", [1, 3])

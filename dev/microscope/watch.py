@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import device
+import kernels
 from dev.microscope.launches import Launch
 from dev.traffic import bytes_of
 from device.cpp import compiler
@@ -134,7 +135,8 @@ def watch(launch: Launch, sizes: dict[str, int]) -> list[Watched]:
     return watched
 
 
-FILES = {name: path for path in sorted((ROOT / "kernels").rglob("*.cu")) for name in device.kernel_declarations(path)}
+FILES = {name: path for folder in kernels.__path__ for path in sorted(Path(folder).rglob("*.cu"))
+         for name in device.kernel_declarations(path)}  # fmt: skip
 
 
 def watch_kernel(

@@ -5,9 +5,10 @@ from pathlib import Path
 import device
 from device import ceil_div
 from kernels import fp8
-from kernels.fp8.quantize import blocks_of, both_passes, recomputed
+from kernels.fp8.quantize import FP8, blocks_of, both_passes, quantized, quantized_out, recomputed
 from kernels.fp8.quantized import Quantized, note_written
 from kernels.gelu import gelu_backward, gelu_forward
+from kernels.launches import MATRIX, describe
 from kernels.reduce import add_partials, partials_of, rows_per_chunk
 
 cu = fp8.source(__file__)
@@ -40,3 +41,12 @@ def quantized_backward(dinp: Quantized, dbias, out, dout, inp, bias, N: int, C: 
         source.launch(kernel, (blocks,), (source.block(256),), args)
     note_written(dinp.scale, dinp.q, dinp.q_T)
     add_partials([dbias], partials, chunks, C)
+
+
+for erf in False, True:
+    variant = "erf fp8" if erf else "fp8"
+    describe(gelu_forward, MATRIX, "inp: N,C; bias: C", lambda size, a, erf=erf: quantized_out(size, a) | {"erf": erf},
+             variant, **FP8)
+    describe(gelu_backward, MATRIX, "dout inp: N,C; bias dbias*: C",
+             lambda size, a, erf=erf: quantized_out(size, a) | {"dinp": quantized(size.N, size.C), "erf": erf},
+             variant, hard="N=80 C=400", **FP8)

@@ -2,9 +2,10 @@
 
 from kernels.fp8 import source
 from kernels.fp8.norm import quantized_forward_blocks
-from kernels.fp8.quantize import blocks_of, both_passes, known
+from kernels.fp8.quantize import FP8_ROWS, blocks_of, both_passes, known, quantized_out
 from kernels.fp8.quantized import Quantized, note_written
-from kernels.layernorm import EPS, fused_residual_forward, layernorm_forward, layernorm_recompute
+from kernels.launches import ROWS, describe
+from kernels.layernorm import EPS, NORM, fused_residual_forward, layernorm_forward, layernorm_recompute
 
 cu = source(__file__)
 
@@ -39,3 +40,7 @@ def quantized_recompute(out: Quantized, inp, norm, stats, B: int, T: int, C: int
     blocks = blocks_of(cu, "layernorm_quantize_kernel", B * T, C)
     cu.launch("layernorm_quantize_kernel", (blocks,), (cu.block(256),), args)
     note_written(out.scale, out.q_T)
+
+
+describe(fused_residual_forward, ROWS, f"residual inp1 inp2: B,T,C; {NORM}", quantized_out, hard="T=40", **FP8_ROWS)
+describe(layernorm_recompute, ROWS, f"inp: B,T,C; {NORM}", quantized_out, hard="T=40 C=400", **FP8_ROWS)

@@ -3,10 +3,12 @@
 import device
 from device import ceil_div
 from kernels.fp8 import source
-from kernels.fp8.quantize import both_passes, quantize
+from kernels.fp8.quantize import both_passes, quantize, quantized
 from kernels.fp8.quantized import Quantized, note_written
-from kernels.qk_norm import lanes, qk_norm_backward, sums_bytes
+from kernels.launches import describe
+from kernels.qk_norm import GRADIENTS, WEIGHTS, lanes, qk_norm_backward, sums_bytes
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
+from kernels.rope import angles
 
 cu = source(__file__)
 
@@ -31,3 +33,9 @@ def quantized_backward(
         cu.launch("qk_norm_backward_fp8_kernel", (chunks,), (block,), args, shared_mem=shared_mem)
     note_written(dinp.scale, dinp.q, dinp.q_T)
     add_partials([*dweights], partials, chunks, HS)
+
+
+describe(qk_norm_backward, "B=2 T=16 NH=2 NKV=1 HS=128", f"dout inp: B,T,NH+2*NKV,HS; {WEIGHTS}; {GRADIENTS}",
+         lambda size, a: angles(size, a) | {"dinp": quantized(size.B * size.T, (size.NH + 2 * size.NKV) * size.HS)},
+         "fp8", hard="T=40", needs="B * T % 16 == 0; HS == 128", precision="bf16",
+         moved={"qk_norm_backward_fp8": lambda a: a.inp.nbytes * (2 + (a.NH + a.NKV) / (a.NH + 2 * a.NKV))})

@@ -6,6 +6,7 @@ from device import ceil_div
 from device.sources import Source
 from kernels.fp8 import source
 from kernels.fp8.quantized import GradientScale, Quantized, Scale, note_written
+from kernels.launches import MATRIX, describe
 
 import numpy as np
 
@@ -81,3 +82,18 @@ def scratch_bytes(N: int, inputs: list[tuple[int, int]], gradients: list[tuple[i
     douts = {f"fp8 {what} {OC}": N * OC for OC, _ in gradients for what in ("dout", "dout_T")}
     amax = 4 * (MAX_AMAXES * device.multiprocessors + 1)
     return {"fp8 input": widest, "fp8 input_T": widest, "fp8 amax": amax} | douts
+
+
+def quantized(N: int, C: int) -> Quantized:
+    """Room for a quantized matrix, whose scale, ratio and previous amax are 1."""
+    q, q_T = (device.empty(shape, np.uint8) for shape in ((N, C), (C, N)))
+    return Quantized(q, q_T, GradientScale("matrix", *(device.asarray(np.ones(n, np.float32)) for n in (2, 1))))
+
+
+def quantized_out(size, a) -> dict:
+    return {"out": quantized(size.N if hasattr(size, "N") else size.B * size.T, size.C)}
+
+
+FP8 = {"needs": "N % 16 == 0; C % 16 == 0", "precision": "bf16"}
+FP8_ROWS = FP8 | {"variant": "fp8", "needs": "B * T % 16 == 0; C % 16 == 0"}
+describe(quantize, MATRIX, "inp: N,C", quantized_out, hard="N=80 C=400", **FP8)

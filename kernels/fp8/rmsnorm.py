@@ -2,8 +2,9 @@
 
 from kernels.fp8 import source
 from kernels.fp8.norm import quantized_forward_blocks
-from kernels.fp8.quantize import blocks_of, both_passes, known
+from kernels.fp8.quantize import FP8_ROWS, blocks_of, both_passes, known, quantized_out
 from kernels.fp8.quantized import Quantized, note_written
+from kernels.launches import ROWS, describe
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_forward, rmsnorm_recompute
 
 import numpy as np
@@ -43,3 +44,8 @@ def quantized_recompute(out: Quantized, inp, weight, rstd, B: int, T: int, C: in
     blocks = blocks_of(cu, "rmsnorm_quantize_kernel", B * T, C)
     cu.launch("rmsnorm_quantize_kernel", (blocks,), (cu.block(256),), args)
     note_written(out.scale, out.q_T)
+
+
+describe(fused_residual_rmsnorm_forward, ROWS, "residual inp1 inp2: B,T,C; weight: C; rstd*: B,T", quantized_out,
+         **FP8_ROWS)
+describe(rmsnorm_recompute, ROWS, "inp: B,T,C; weight: C; rstd*: B,T", quantized_out, **FP8_ROWS)

@@ -2,8 +2,9 @@
 
 import device
 from kernels.fp8 import source
-from kernels.fp8.quantize import blocks_of, both_passes, recomputed
+from kernels.fp8.quantize import FP8, blocks_of, both_passes, quantized, quantized_out, recomputed
 from kernels.fp8.quantized import Quantized, note_written
+from kernels.launches import MATRIX, describe
 from kernels.swiglu import swiglu_backward, swiglu_forward
 
 cu = source(__file__)
@@ -27,3 +28,9 @@ def quantized_backward(dinp: Quantized, out, dout, inp, N: int, C: int) -> None:
         args = *arguments, dinp.q, dinp.q_T, *recomputed(out), dout, inp, N, C
         cu.launch("swiglu_backward_fp8_kernel", (blocks,), (cu.block(256),), args)
     note_written(dinp.scale, dinp.q, dinp.q_T)
+
+
+describe(swiglu_forward, MATRIX, "inp: N,2*C", quantized_out, "fp8", **FP8)
+describe(swiglu_backward, MATRIX, "dout: N,C; inp: N,2*C",
+         lambda size, a: quantized_out(size, a) | {"dinp": quantized(size.N, 2 * size.C)}, "fp8",
+         hard="N=80 C=272", **FP8)

@@ -8,7 +8,8 @@ from math import log
 
 import device
 from device.errors import UserError
-from llmc.data.dataloader import DataLoader, sort_by_token
+from kernels.encoder import sort_by_token
+from llmc.data.dataloader import DataLoader
 from llmc.data.evaluation import EvalLoader
 from llmc.model.batch import RANDOM_WORDS, Batch, random_words
 from llmc.ranks import ranks

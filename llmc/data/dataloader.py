@@ -10,27 +10,13 @@ drawn anew in every epoch.
 from pathlib import Path
 
 from device.errors import UserError
+from kernels.encoder import sort_by_token as sort_by_token
 from llmc.data.find_data import find_token_files
 from llmc.data.token_file import fingerprint, open_tokens
 
 import numpy as np
 
 CHECKED_AT_OPENING = 1 << 28  # bytes; larger files are checked for bad tokens when they are read
-
-
-def sort_by_token(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (order, count), int32 (tokens.size,) each, for tokens of any shape. order: the positions sorted by their
-    tokens; positions with equal tokens stay in their order. count: for the first position of each token in this order,
-    how many positions have the token; 0 for the others."""
-    flat = tokens.reshape(-1)
-    if flat.max() < 1 << 16:
-        flat = flat.astype(np.uint16)  # NumPy's stable sort of 16-bit values is a radix sort
-    order = np.argsort(flat, kind="stable").astype(np.int32)
-    in_order = flat[order]
-    first = np.flatnonzero(np.r_[True, in_order[1:] != in_order[:-1]])
-    count = np.zeros(flat.size, np.int32)
-    count[first] = np.diff(np.r_[first, flat.size])
-    return order, count
 
 
 class DataLoader:
