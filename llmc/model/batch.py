@@ -18,8 +18,8 @@ class Batch:
     """B sequences of T tokens on the device. All of it comes in one copy, to memory (4 B T + RANDOM_WORDS,), int32:
 
     inputs, targets (B,T)   the tokens, and the token after each
-    by_token                two arrays (B T,), order and count, which sort_by_token of kernels/encoder.py makes of the inputs,
-                            for the embedding's gradient
+    by_token                two arrays (B T,), order and count, which sort_by_token of kernels/encoder.py makes of
+                            the inputs, for the embedding's gradient
     random (RANDOM_WORDS,)  what random_words makes for dropout; None in a pass without it
 
     fill_batch of llmc/data/batches.py fills all of it from tokens. For forward alone inputs are enough.
