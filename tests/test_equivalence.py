@@ -49,7 +49,8 @@ COMPUTED = {
 }  # fmt: skip
 SAME = {
     "recompute": (False, True), "offload": (False, True), "sharded": (False, True),
-    "device": ("cpu", "lazy", "eager", *CUDA), "recorded": (True, False), "looks": (True, False),
+    "device": ("cpu", "lazy", "eager", *CUDA), "looks": (True, False),
+    "recorded": (True, True, True, False),  # so that most rows follow a plan
     # resumed: stopped and started again; killed: also after the checkpoint; then: with other flags before, or after it
     "history": ("undisturbed", "resumed", "killed", "plain, then as here", "as here, then plain"),
 }  # fmt: skip

@@ -447,16 +447,29 @@ def preloaded(tmp_path_factory) -> Path:
     return library
 
 
-@pytest.mark.parametrize("kind, how_many", [
-    pytest.param(kind, how_many, marks=[pytest.mark.long] * (how_many == "all" or kind not in ORDINARY))
-    for kind in (*FAILURES, "power cut", *ERRORS) for how_many in ("few", "all")
-])  # fmt: skip
-def test_whatever_call_is_the_last_or_fails_or_is_lost_no_checkpoint_is(preloaded, tmp_path, kind, how_many):
-    environment = os.environ | {"LD_PRELOAD": str(preloaded), "FOLDER": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+def cases(*kinds: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("kind, how_many", [
+        pytest.param(kind, how_many, marks=[pytest.mark.long] * (how_many == "all" or kind not in ORDINARY))
+        for kind in kinds for how_many in ("few", "all")
+    ])  # fmt: skip
+
+
+def run_cases(preloaded: Path, folder: Path, kind: str, how_many: str) -> None:
+    environment = os.environ | {"LD_PRELOAD": str(preloaded), "FOLDER": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, __file__, kind, how_many], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     print(f"{kind}: {done.stdout.strip()}")
     assert "(0" not in done.stdout and done.stdout.strip() != "0"
+
+
+@cases(*FAILURES, "power cut")
+def test_whatever_call_is_the_last_or_fails_or_is_lost_no_checkpoint_is(preloaded, tmp_path, kind, how_many):
+    run_cases(preloaded, tmp_path, kind, how_many)
+
+
+@cases(*ERRORS)
+def test_a_program_goes_on_or_names_the_file_whatever_call_fails(preloaded, tmp_path, kind, how_many):
+    run_cases(preloaded, tmp_path, kind, how_many)
 
 
 if __name__ == "__main__":

@@ -201,6 +201,8 @@ def test_it_differs_from_a_gpu_only_where_it_is_known_why():
     (["layernorm"], "layernorm: not a launcher; there are adamw, "),
     (["transpose", "--shape", "M=3"], "--shape M=3: 'M=3' is not one of its sizes and a number, as in N=64,C=128"),
     (["transpose", "--shape", "N=2000000000,C=9"], "out would have 18,000,000,000 elements, at most 4,194,304 can be"),
+    (["sample", "--shape", "V=2000"], "sample needs V <= Vp"),
+    (["quantize"], "quantize is so called in bf16: --precision bf16"),
 ])  # fmt: skip
 def test_what_it_cannot_do_is_told_in_a_line(arguments, says):
     done = microscope(*arguments)

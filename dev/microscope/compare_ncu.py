@@ -1,6 +1,6 @@
 """Compares what the microscope counts with what NVIDIA's profiler counts on a GPU: python dev/microscope/compare_ncu.py
 
-Every launcher of launches.py runs at its small sizes, and some in bf16 too: once on the GPU under ncu, and once
+Every launcher runs at its small sizes (kernels/launches.py), and some in bf16 too: once on the GPU under ncu, and once
 under the microscope. tests/data/microscope.json keeps, for each kernel and counter, both numbers and the GPU. ncu must
 be on the PATH; it may lack the permission to read the counters (NVIDIA explains what to do under "ERR_NVGPUCTRPERM").
 """

@@ -41,8 +41,8 @@ def train(
     """Trains on batches (steps, batches a step, 2, B, T), as a rank or the only one, with dropout if the model has it.
     Returns the fp32 parameters, in bf16 those of the master copy, AdamW's m and v, and each step's loss.
 
-    The losses of batch `spoilt` have a gradient that is not finite. looks: validates and samples before each step but
-    the first. checkpoint: what to go on from. directory: where to save, before step `saves` or after the last."""
+    The losses of batch `spoilt` have a gradient that is not finite. looks: validates and samples before the third step.
+    checkpoint: what to go on from. directory: where to save, before step `saves` or after the last."""
     device.use_precision(precision)
     kind, (B, T) = kind_of(config), batches.shape[-2:]
     training = build(
@@ -67,7 +67,7 @@ def train(
             save(training, directory, step)
         if step == last:
             break
-        if looks and step > 0:
+        if looks and step == 2:
             found |= look(step)
         train_step(step, 1e-2)
         ends.append(device.event())
