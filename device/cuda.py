@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import threading
@@ -27,15 +26,6 @@ import numpy as np
 
 NVRTC_OPTIONS = ("--std=c++17",)
 PIECE = 1 << 24  # floats that `pieces` copies to the host at a time
-
-compiling: list[threading.Thread] = []  # NVRTC cannot be stopped
-
-
-@atexit.register  # before all others, so it comes last
-def leave_compilers() -> None:
-    """After Ctrl-C: ends the process without the compilations that still run."""
-    if any(thread.is_alive() for thread in compiling):
-        os._exit(130)
 
 
 class CudaDevice:
@@ -217,10 +207,10 @@ class CudaDevice:
                 failures.append(error)
 
         # NVRTC releases the interpreter's lock. After Ctrl-C nobody waits for these threads.
-        compiling[:] = [threading.Thread(target=compile_one, args=(path,), daemon=True) for path in paths]
-        for thread in compiling:
+        threads = [threading.Thread(target=compile_one, args=(path,), daemon=True) for path in paths]
+        for thread in threads:
             thread.start()
-        for thread in compiling:
+        for thread in threads:
             thread.join()
         for failure in failures:
             raise failure

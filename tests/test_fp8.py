@@ -3,11 +3,11 @@
 import device
 import kernels.matmul as matmul
 from conftest import DEVICES
-from dev.microscope.launches import quantized as room
 from device import BF16, from_bf16, to_bf16
 from device.fp8 import NUMBERS, from_e4m3
 from kernels.fp8 import gelu
 from kernels.fp8.quantize import quantize, quantize_by_scale
+from kernels.fp8.quantize import quantized as room
 from kernels.fp8.quantized import GradientScale, Quantized, QuantizedWeight, Scale, WeightGradient, WeightOnly
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_forward, layernorm_recompute

@@ -152,7 +152,7 @@ def touched_by_rows(a: SimpleNamespace, rows: int) -> tuple[list, list]:
         first, last = max(a.start, r * a.length), min(a.start + rows * a.C, (r + 1) * a.length)
         if first < last:
             reads.append((buffer + size * first, buffer + size * last))
-        if first < last and r != a.rank:
+        if first < last and r != a.own:
             writes.append((int(a.buffers[a.rank]) + size * first, int(a.buffers[a.rank]) + size * last))
     return reads, writes
 

@@ -6,7 +6,6 @@ from importlib import import_module
 import kernels
 from device.errors import UserError
 from kernels import launches
-from kernels.fp8.quantize import quantized as quantized
 from kernels.launches import Launch
 
 for module in pkgutil.walk_packages(kernels.__path__, "kernels."):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from doc.draw.figure import Figure
 
-KEPT = json.loads((Path(__file__).resolve().parents[1] / "left_out.json").read_text())
+KEPT = json.loads((Path(__file__).resolve().parents[1] / "left_out.json").read_text("utf-8"))
 WIDTH, LEFT, BAR, GAP = 900, 310, 205, 88  # of the picture, of the names, of the longest bar, and of a number
 ROW, HIGH = 24, 16
 B, T, NH = 4, 1024, 12

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import NoReturn, TextIO
 
 from device.errors import UserError, escaped, first_line
+from device.progress import progress
 from llmc.files.directory import why
 from llmc.files.interrupted import repeat_interrupted_calls
 from llmc.ranks import ranks
@@ -108,7 +109,9 @@ def run_program(
         fail(f"out of memory ({first_line(error)}): {out_of_memory}{resume_advice()}")
     except KeyboardInterrupt:
         ranks.fail(interrupted, 130)
-        print(interrupted, file=sys.stderr)
+        print(interrupted, file=sys.stderr, flush=True)
+        if progress.running:  # NVRTC cannot be stopped, and may crash if Python ends around it
+            os._exit(130)
         sys.exit(130)
     except BrokenPipeError:
         ranks.fail("", 0)
