@@ -153,7 +153,7 @@ def touched_by_rows(a: SimpleNamespace, rows: int) -> tuple[list, list]:
         if first < last:
             reads.append((buffer + size * first, buffer + size * last))
         if first < last and r != a.own:
-            writes.append((int(a.buffers[a.rank]) + size * first, int(a.buffers[a.rank]) + size * last))
+            writes.append((int(a.buffers[a.own]) + size * first, int(a.buffers[a.own]) + size * last))
     return reads, writes
 
 
