@@ -211,7 +211,8 @@ class CudaDevice:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            while thread.is_alive():
+                thread.join(0.1)  # some versions of Python hear no Ctrl-C before a join ends
         for failure in failures:
             raise failure
 
