@@ -211,8 +211,7 @@ class CudaDevice:
         for thread in threads:
             thread.start()
         for thread in threads:
-            while thread.is_alive():
-                thread.join(0.1)  # some versions of Python hear no Ctrl-C before a join ends
+            thread.join()
         for failure in failures:
             raise failure
 
