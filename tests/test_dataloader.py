@@ -206,6 +206,7 @@ def test_files_that_are_missing_damaged_or_something_else_are_refused(tmp_path):
     missing = message()
     assert "x_train.bin: no such file" in missing and "dev/download_starter_pack.sh" in missing
     assert "no file matches" in message(pattern="x*.bin")
+    assert "no such file" in message(pattern="\ud800")  # a name that no file can have
     assert "7 bytes" in message(b"\x00123456")
     assert "truncated or damaged" in message(header + b"\0" * 5)
     assert "truncated or damaged" in message(header + b"\0" * 7)

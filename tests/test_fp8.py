@@ -6,6 +6,7 @@ from conftest import DEVICES
 from device import BF16, from_bf16, to_bf16
 from device.fp8 import NUMBERS, from_e4m3
 from kernels.fp8 import gelu
+from kernels.fp8.loading import load_layers
 from kernels.fp8.quantize import quantize, quantize_by_scale
 from kernels.fp8.quantize import quantized as room
 from kernels.fp8.quantized import GradientScale, Quantized, QuantizedWeight, Scale, WeightGradient, WeightOnly
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 
+load_layers()
 needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="no GPU here")
 EXACT_DEVICES = [each for each in DEVICES if each != "cpu"]  # on "cpu" g++ may round the same formula differently
 

@@ -182,7 +182,7 @@ def why(error: OSError) -> str:
 def exists(path: str | Path) -> bool:
     """Whether a file, a directory or a link is there. os.path.lexists takes an error of the disk for a no; this raises
     OSError."""
-    with suppress(FileNotFoundError, NotADirectoryError):
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have such a name
         os.lstat(path)
         return True
     return False
