@@ -20,10 +20,10 @@ from llmc.ranks import handshake, launcher
 from llmc.ranks.group import LENGTH
 from llmc.ranks.handshake import HELLO, MAGIC, PROOF, RANDOM, find_secret, make_key, prove
 from llmc.ranks.heartbeat import Heartbeat, hang_after
+from train_gpt2_fp32 import GPT2Config
 
 import pytest
 from test_ranks import (
-    CONFIGS,
     FLAGS,
     ROOT,
     SCRIPTS,
@@ -385,7 +385,7 @@ llmc.step.update.adamw_update = update
     assert error.startswith(f"error: step {step}: its loss (nan) or gradients are not finite, so all parameters are") \
         or what == "grads" and error.startswith(f"error: step {step}: its loss (4.")
     assert error.count("\n") == 1
-    config, tensors, *_ = load_checkpoint(newest_checkpoint(folder / "run"), CONFIGS["gpt2"])
+    config, tensors, *_ = load_checkpoint(newest_checkpoint(folder / "run"), GPT2Config)
     assert all((values == values).all() for values in tensors.values())
 
 
@@ -494,7 +494,7 @@ def break_one(folder: Path, kind: str, victim: int, moments: list[float], **env:
             either = kind in ("closed", "half") and victim == 0  # who is on the other side of its connection
             assert named and (int(named[1]) == victim or either), (trial, error)
             checkpoint = newest_checkpoint(folder / "run") if (folder / "run").exists() else None
-            step = load_checkpoint(checkpoint, CONFIGS["gpt2"])[-1]["step"] if checkpoint else 0
+            step = load_checkpoint(checkpoint, GPT2Config)[-1]["step"] if checkpoint else 0
             assert step >= newest, trial
             total, newest = total + (step > newest), step
             print(*trial, step, error, flush=True)
