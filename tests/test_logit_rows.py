@@ -15,7 +15,6 @@ from oracle import BF16, assert_close, model_tolerance
 
 import numpy as np
 import pytest
-from test_train import checkpoint_bytes, here, make_folder, run_here, steps_of  # noqa: F401
 
 B, T, ROWS = 2, 11, 5  # chunks of 5, 5, 5, 5 and 2 positions
 each_model = pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)

@@ -20,7 +20,7 @@ from llmc.ranks import collectives, exchange, plan, ranks
 from llmc.step.training import make_training
 from llmc.step.update import adamw_update
 from models import EVEN, ODD, ONE_OF_EACH, kind_of
-from support.runs import resume, same, save, train
+from support.runs import first_parameters, resume, same, save, train
 
 import numpy as np
 import pytest
@@ -171,7 +171,9 @@ def test_nothing_outside_a_script_knows_a_tensor_by_its_name(config, flags, prec
     theirs = renamed(kind)
     other = theirs.Config(*astuple(config))
 
+    flat = first_parameters(config)
     monkeypatch.setattr("models.model_kinds", lambda: [kind, theirs])
+    monkeypatch.setattr("support.runs.first_parameters", lambda config: flat)
 
     def both(rank: int) -> bool:
         return same(*(train(each, batches, 0.1, precision=precision, **flags) for each in (config, other)))
