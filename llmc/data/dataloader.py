@@ -10,6 +10,7 @@ drawn anew in every epoch.
 from pathlib import Path
 
 from device.errors import UserError
+from kernels.encoder import sort_by_token as sort_by_token  # scripts of users import it from here
 from llmc.data.find_data import find_token_files
 from llmc.data.token_file import fingerprint, open_tokens
 
