@@ -47,6 +47,12 @@ def first_line(error: Exception) -> str:
     return shortened(next(filter(None, lines), type(error).__name__), 300)
 
 
+def counted(number: int | str, noun: str) -> str:
+    """Such as "1 batch", "2,000 batches" and "no batches"."""
+    figure = f"{number:,}" if isinstance(number, int) else number
+    return f"{figure} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
 def say(text: str) -> None:
     """Prints a line to stderr. It is no error if nobody reads it."""
     with suppress(OSError, ValueError):

@@ -101,7 +101,7 @@ describe(encoder_forward, ROWS + " V=50", "out: B,T,C; wte: V,C; wpe: T,C", rand
 describe(encoder_forward, ROWS + " V=50", "out: B,T,C; wte: V,C; wpe: T,C",
          lambda size, a: random_batch(size, a) | {"dropout": drop_a_fifth()}, "dropout")
 describe(encoder_backward, ROWS + " V=50", "dwte*: V,C; dwpe*: T,C; dout: B,T,C", random_batch,
-         hard="B=1 T=6 C=1101 V=3",
+         hard="B=1 T=9 C=2100 V=5",
          moved={"wte_backward": lambda a: a.dout.nbytes + 8 * distinct(a.count) * a.C,
                 "wpe_backward": lambda a: a.dout.nbytes + 8 * a.T * a.C})
 describe(encoder_backward_sparse, ROWS + " V=50", "values*: B*T,C; dwpe*: T,C; dout: B,T,C", random_batch,

@@ -1,6 +1,6 @@
 // How flash_attention.cu's warps hold their operands and multiply them, in TF32 and in bf16. Four things depend on the
 // type: how a lane holds its operands (Operand), where they are in a tile (Offsets), the products (add_scores,
-// add_sum), and to which rows and columns a lane's numbers of a sum belong (scale_sum, store_sum).
+// add_sum), and the rows and columns of a sum that a lane holds (scale_sum, store_sum).
 //
 // mma.cuh says how the operands of a product, A B + C, are spread over the lanes of a warp. g is lane / 4, t is
 // lane % 4. For TF32 we choose two orders. So a lane can load its operands with wide accesses, and the result of one

@@ -110,7 +110,7 @@ def describe(
 
 
 def random_tokens(V: int, *shape: int) -> np.ndarray:
-    """Token ids below V, of which half are the same one."""
+    """Token ids below V. Every second one is V // 2."""
     ids = np.random.default_rng(2).integers(0, V, shape, np.int32)
     ids.reshape(-1)[::2] = V // 2
     return ids

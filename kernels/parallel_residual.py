@@ -111,5 +111,5 @@ for variant, drop in ("", lambda site: None), ("dropout", drop_a_fifth):
             "norms": [(a.weight0, None), (a.weight1, None)],
             "dnorms": [(a.dweight0, a.dshift0), (a.dweight1, a.dshift1)],
             "branches": [(a.dproj0, a.dbias0, drop(0)), (a.dproj1, a.dbias1, drop(1))]},
-        variant, hard="B=1 T=23 C=133",
+        variant, hard="B=1 T=40 C=2100",
         twice={"parallel_residual_backward": "dinp", "parallel_residual_dropout_backward": "dinp"})

@@ -88,7 +88,7 @@ OPEN_AT(openat64)
 OPEN(open, openat)
 OPEN(open64, openat64)
 
-// Calls that change nothing: what they return if they fail, and of which file they are.
+// Calls that change nothing. The last two arguments: what a call returns if it fails, and which file it is about.
 #define READER(type, name, parameters, arguments, failure, path) \
     type name parameters { return fails(path, 'r', #name) ? failure : REAL(name) arguments; }
 READER(ssize_t, read, (int fd, void* to, size_t n), (fd, to, n), -1, path_of(fd))

@@ -16,7 +16,7 @@ from oracle import normal, to_numpy
 import numpy as np
 import pytest
 
-# Bits of floats, of which bf16 has the upper half.
+# The bits of floats. The upper half of them is a bf16.
 NANS = 0x7FFFFFFF, 0x7FC00000, 0xFFFFFFFF  # of a GPU, a quiet and a negative one
 INFINITIES = 0x7F800000, 0xFF800000, 0x7F800000
 THREE = 0x40400000

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import device
-from dev.microscope.launches import LAUNCHES, sizes_of
+from dev.microscope.launches import LAUNCHES
 from device import cpp, cpu
 from kernels import flash_attention
 
@@ -18,25 +18,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDERS = ["forward", "shuffled"]
-
-# Sizes at which blocks come back to their shared memory, rows end within a warp, and sums have several stages.
-HARD = {
-    "encoder_backward": "B=1,T=9,C=2100,V=5", "layernorm_backward": "B=1,T=200,C=300",
-    "rmsnorm_backward": "B=1,T=31,C=261", "parallel_residual_backward": "B=1,T=40,C=2100",
-    "parallel_residual_backward:dropout": "B=1,T=40,C=2100", "parallel_residual_forward": "B=1,T=3,C=2101",
-    "fused_residual_forward": "B=1,T=3,C=2101", "rmsnorm_forward": "B=1,T=3,C=2101",
-    "fused_classifier": "V=2500,Vp=2560", "attention_forward": "T=37", "attention_backward": "T=37",
-    "flash_attention_forward": "T=161,NH=1", "flash_attention_backward": "T=161,NH=1", "adamw": "n=10001",
-    "flash_attention_forward:wgmma": "T=261", "flash_attention_backward:wgmma": "T=261",
-    "flash_attention_forward:wgmma128": "T=261,NH=1", "flash_attention_backward:wgmma128": "T=261,NH=1",
-    "global_norm": "n=10001", "gelu_backward": "N=133,C=67", "swiglu_backward": "N=133,C=67", "transpose": "N=133,C=67",
-    "recompute_norm": "T=67,C=67", "matvec": "C=1100,OC=5", "cached_attention_forward": "T=2,splits=1,HS=20",
-    "cached_attention_forward:shared": "NH=5,splits=2,context=300,position=190", "sample": "B=1,V=5003,Vp=5120,top_k=7",
-    "sample:top_p": "B=1,V=5003,Vp=5120", "quantize": "N=80,C=400", "gelu_backward:fp8": "N=80,C=400",
-    "swiglu_backward:fp8": "N=80,C=272", "fused_residual_forward:fp8": "T=40", "layernorm_recompute:fp8": "T=40,C=400",
-    "fused_residual_rmsnorm_forward:fp8": "T=40", "rmsnorm_recompute:fp8": "T=40,C=400", "qk_norm_backward:fp8": "T=40",
-}  # fmt: skip
-
 launched: set[str] = set()
 
 
@@ -71,15 +52,15 @@ def seen(monkeypatch) -> SimpleNamespace:
     device.use_precision("fp32")
 
 
-@pytest.mark.parametrize("name, sizes", [
-    (name, sizes) for name in LAUNCHES for sizes in ("", HARD.get(name)) if sizes is not None
+@pytest.mark.parametrize("name, hard", [
+    (name, hard) for name, launch in LAUNCHES.items() for hard in (False, True)[: 1 + bool(launch.hard)]
 ])  # fmt: skip
-def test_the_order_of_threads_changes_no_bit_of_any_kernels_results(seen, monkeypatch, name, sizes):
+def test_the_order_of_threads_changes_no_bit_of_any_kernels_results(seen, monkeypatch, name, hard):
     """In flash attention by wgmma, query heads that share keys have a block each, or one together."""
     launch = LAUNCHES[name]
     for precision in [launch.precision] if launch.precision else ["fp32", "bf16"]:
         device.use_precision(precision)
-        call = launch.prepare(sizes_of(sizes, launch))
+        call = launch.prepare(launch.hard if hard else {})
         seen.beside = list(call.arrays.values())
         call()
         if "wgmma" in name:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from dev.foreign import try_tokenizer
-from device.errors import UserError, first_line
+from device.errors import UserError, counted, first_line
 from llmc.data.find_tokenizer import open_tokenizer, tokenizer_files
 from llmc.data.hf_tokenizer import without_surrogates
 from llmc.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, write_tokenizer
@@ -30,7 +30,8 @@ DATA = Path(__file__).resolve().parents[2] / "data"
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstd", ".lz4": "lz4"}  # suffix: what unpacks it
 BLOCK = 1 << 20  # bytes that are read at once
 LONGEST = 1 << 28  # characters of a line, or of a list, held in several copies; a .txt is read in parts
-MARKS = (  # what files begin with: byte order marks, of which UTF-32's begins with UTF-16's, and what is no text
+# What a file begins with, and what it then is. UTF-32's mark begins with UTF-16's, so it comes first.
+MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"), (b"%PDF", "a PDF"), (b"\x1f\x8b", "gzip"),
     (b"PK\3\4", "a zip archive, such as a .docx"),
@@ -47,11 +48,6 @@ class Undecodable(UserError):
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(f"{what}: {remedy}")
         self.what = what
-
-
-def counted(number: int, noun: str) -> str:
-    """Such as "1 token" and "2,000 tokens"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def refuse_to_replace(path: Path, flag: str = "--out") -> NoReturn:

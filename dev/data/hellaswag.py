@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 from dev.data import common
 from dev.data.common import DATA, Unsuitable, blocks_of, download, encode, load_tokenizer, make_folder, run
-from device.errors import UserError
+from device.errors import UserError, counted
 from llmc.data.evaluation import START_EXAMPLE
 from llmc.data.find_tokenizer import named_tokenizer
 from llmc.data.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ def main() -> None:
         common.refuse_to_replace(args.out)
     with replacing(args.out) as file:
         file.write(content)
-    print(f"{args.out}: {common.counted(len(examples), 'example')}")
+    print(f"{args.out}: {counted(len(examples), 'example')}")
 
 
 if __name__ == "__main__":

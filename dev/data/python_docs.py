@@ -18,8 +18,8 @@ from pydoc_data.topics import topics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
-from dev.data.common import DATA, counted, encode_texts, make_folder, refuse_to_replace, run, write_vocabulary
-from device.errors import UserError
+from dev.data.common import DATA, encode_texts, make_folder, refuse_to_replace, run, write_vocabulary
+from device.errors import UserError, counted
 from llmc.data.find_tokenizer import open_tokenizer
 from llmc.data.token_file import open_tokens, write_tokens
 from llmc.data.tokenizer import byte_tokenizer
@@ -29,7 +29,7 @@ import numpy as np
 
 
 def check_ours(path: Path, read: Callable[[Path], Iterable], content: Iterable) -> None:
-    """Raises UserError if a file is there that does not have this content."""
+    """Raises UserError if there is a file with other content."""
     with suppress(UserError):
         if not os.path.lexists(path) or list(read(path)) == list(content):
             return

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dev.data.common import counted, library, refuse_to_replace
-from device.errors import UserError, first_line, say
+from dev.data.common import library, refuse_to_replace
+from device.errors import UserError, counted, first_line, say
 from llmc.data.token_file import token_format, write_tokens
 from llmc.files.directory import Lock, why
 from llmc.files.files import replacing

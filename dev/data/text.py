@@ -31,7 +31,7 @@ os.environ.setdefault("TQDM_MININTERVAL", "2")
 from dev.data import common
 from dev.data.documents import KINDS, UNDECODABLE, UNDECODABLE_REMEDY, File, documents
 from dev.data.shards import ShardWriter, load_texts, open_work, remove_work
-from device.errors import UserError, first_line, say
+from device.errors import UserError, counted, first_line, say
 from llmc.data.find_tokenizer import model_tokenizers, named_tokenizer, open_tokenizer
 from llmc.data.hf_tokenizer import MAX_VOCAB_SIZE
 from llmc.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -194,7 +194,7 @@ def notes_of(rows: Any, sizes: np.ndarray, skip_undecodable: bool) -> dict[str, 
     wrong = "left out", UNDECODABLE
     if counts[wrong] and not skip_undecodable:
         files = ", ".join(rows["place"][index] for index in firsts[wrong])
-        more = f" and {common.counted(counts[wrong] - 3, 'more file')}" if counts[wrong] > 3 else ""
+        more = f" and {counted(counts[wrong] - 3, 'more file')}" if counts[wrong] > 3 else ""
         raise UserError(f"{files}{more}: {UNDECODABLE_REMEDY}")
     result: dict[str, dict[str, int]] = {"left out": {}, "kept": {}}
     for fate, note in firsts:
@@ -286,7 +286,7 @@ def make(args: argparse.Namespace, files: list[File], given: Tokenizer | None, p
     blank = int((sizes == 0).sum()) - sum(notes["left out"].values())
     summary: dict[str, Any] = {"duplicates": int((again & (sizes > 0)).sum()), "blank": blank} | notes
     if len(kept) < 2:
-        found = f"{common.counted(len(kept), 'document')} ({listed(summary)})"
+        found = f"{counted(len(kept), 'document')} ({listed(summary)})"
         raise UserError(f"{args.paths[0]}: too little text: {found}; add text, or cut it with --longest")
     high, sizes = high[kept], sizes[kept]
     source, binary = (prefix.with_name(f"{prefix.name}_tokenizer.{suffix}") for suffix in ("json", "bin"))

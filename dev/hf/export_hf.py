@@ -124,7 +124,7 @@ def write_tokenizer(directory: Path, path: Path, tokenizer: Tokenizer, max_seq_l
 
 
 def with_end(ids: int | list[int] | None, eot: int | None) -> int | list[int] | None:
-    """An eos_token_id of transformers, to which the token that ends a text is added if it lacks it."""
+    """transformers' eos_token_id, one token or a list. The token that ends a text is added if it is not there."""
     known = ids if isinstance(ids, list) else [ids]
     return ids if eot is None or eot in known else eot if ids is None else [*known, eot]
 

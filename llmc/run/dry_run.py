@@ -14,16 +14,7 @@ from llmc.model.tensors import num_parameters
 from llmc.ranks import ranks
 from llmc.run.settings import check_flags, check_length, check_model_flags, with_length
 from llmc.run.table import print_table
-from llmc.step.memory import (
-    CHUNK,
-    CONTEXT,
-    RESERVE,
-    Plan,
-    in_chunks,
-    largest_batches,
-    state_sizes,
-    training_sizes,
-)
+from llmc.step.memory import CHUNK, CONTEXT, RESERVE, Plan, in_chunks, largest_batches, state_sizes, training_sizes
 
 
 def dry_run(kind: type[Model], args: Namespace) -> None:

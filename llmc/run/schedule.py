@@ -20,7 +20,7 @@ class LearningRateSchedule:
     learning_rate: float   # the full rate
     warmup_steps: int      # steps 0 .. warmup_steps - 1 climb; 0: none
     total_steps: int       # of the whole run
-    final_fraction: float  # of the full rate, to which cosine, linear and wsd fall
+    final_fraction: float  # cosine, linear and wsd fall to this fraction of the full rate
 
     @property
     def decay_start(self) -> int:

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import device
-from device.errors import escaped
+from device.errors import counted, escaped
 from llmc.data.dataloader import DataLoader
 from llmc.model.tensors import num_parameters, padded
 from llmc.ranks import collectives, ranks
@@ -107,11 +107,6 @@ def token_rows(split: str, loader: DataLoader) -> list[tuple[str, object]]:
         files = f", {short} of them in {counted(len(loader.short), 'file')} shorter than a batch" if short else ""
         rows.append((f"{split} left out", counted(left_out, "token") + files))
     return rows
-
-
-def counted(number: int | str, noun: str) -> str:
-    """Such as "1 batch" and "2 batches"."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def ranks_and_hosts() -> str:

@@ -13,7 +13,7 @@ STEP = re.compile(r"step +(\d+)/(\d+): train loss (\d+\.\d{6}) \((\d+\.\d\d) ms,
 
 
 def make_folder(folder: Path) -> Path:
-    """Makes a directory with training and validation tokens, of which one follows from another, and their tokenizer."""
+    """Makes a directory with training and validation tokens, which a model can learn, and their tokenizer."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     for split, count in ("train", 2000), ("val", 400):
