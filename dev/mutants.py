@@ -5,9 +5,9 @@
 
 A mutant is a clone of the repository's last commit with one line changed: a barrier or a wait removed, `<` for `<=`,
 `=` for `+=`, a check that never refuses, an offset that is off by one, a flag that is ignored. Each runs without a GPU
-against the test files that name the changed file most often, until a test fails. A mutant that does not compile counts
-for nothing. With --again the test that noticed it then runs first, and mutants whose line is gone are left out. So
-deleted tests are judged: what they alone noticed is printed as lost.
+against the test files that name the changed file most often, until a test fails or the time is up. A mutant that does
+not compile counts for nothing. With --again the test that noticed it then runs first, and mutants whose line is gone
+are left out. So deleted tests are judged: what they alone noticed is printed as lost.
 """
 
 import ast
@@ -43,7 +43,7 @@ FAULTS = {
     "off by one": (CODE, r"([\w)\]]) ([+-]) 1\b", r"\1 \2 0"),
     "flag": ((".py",), r"\b(args|plan|self|config)\.(recompute|offload|bitwise|sharded|logit_rows|tied)\b", "False"),
 }
-TEST_FILES, SECONDS = 6, 240  # tried for each mutant; before it counts as noticed because the tests hang
+TEST_FILES, SECONDS = 6, 150  # tried for each mutant, and for how long
 
 
 def mutants(count: int) -> list[dict]:
@@ -102,40 +102,51 @@ def tests_for(path: str, tree: Path) -> list[str]:
     return [name for name in sorted(named, key=named.get, reverse=True)[:TEST_FILES] if named[name]] + general
 
 
-def judge(mutant: dict, tree: Path, python: str) -> dict:
-    """Runs tests on a clone of the repository that has this fault. Returns the mutant with "by": the test that noticed,
-    "" if none did, or None if it does not compile."""
+def judge(mutant: dict, tree: Path, python: str, broken: set[str]) -> dict:
+    """Runs tests on a clone of the repository that has this fault, the one that noticed it before first. Returns the
+    mutant with "by": the test that noticed, "" if none did in time, or None if it does not compile. A test that fails
+    without the fault, too, is no judge: it joins `broken`."""
     path = tree / mutant["path"]
     original = path.read_text(encoding="utf-8")
     lines = original.split("\n")
     lines[mutant["line"]] = mutant["is"]
-    tests = dict.fromkeys(tests_for(mutant["path"], tree))
-    if mutant.get("by"):
-        before = mutant["by"].split("::")[0].removeprefix("tests/")
-        tests = dict.fromkeys([before, *tests]) if (tree / "tests" / before).exists() else tests
-    path.write_text("\n".join(lines), encoding="utf-8")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    by, said = "", ""
+    files = [f"tests/{name}" for name in dict.fromkeys(tests_for(mutant["path"], tree))]
+    rounds = [[mutant["by"]], files] if mutant.get("by") else [files]
+    by: str | None = ""
     try:
-        for test in tests:
-            command = [python, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", f"tests/{test}"]
-            running = subprocess.Popen(
-                command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8",
-                start_new_session=True,
-            )  # fmt: skip
-            try:
-                said, _ = running.communicate(timeout=SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(running.pid, signal.SIGKILL)
-                by = f"tests/{test}::hangs"
-                break
-            noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
-            if noticed:
-                by = None if "cannot compile" in said else noticed[1]
-                break
+        while rounds and not by:
+            path.write_text("\n".join(lines), encoding="utf-8")
+            noticed, compiles = first_failure(tree, python, rounds[0], broken)
+            path.write_text(original, encoding="utf-8")
+            if not noticed:
+                rounds.pop(0)
+            elif not compiles:
+                return mutant | {"by": None}
+            elif first_failure(tree, python, [noticed], set())[0]:
+                broken.add(noticed)
+            else:
+                by = noticed
     finally:
         path.write_text(original, encoding="utf-8")
     return mutant | {"by": by}
+
+
+def first_failure(tree: Path, python: str, tests: list[str], broken: set[str]) -> tuple[str, bool]:
+    """Returns (the first test that fails or "", whether the code compiled). A test that is not there does not fail."""
+    command = [python, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+    running = subprocess.Popen(
+        command + [f"--deselect={test}" for test in broken], cwd=tree, stdout=subprocess.PIPE,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL,
+        encoding="utf-8", start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = running.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
+        return "", True
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, re.M)
+    return failed[1] if failed else "", "cannot compile" not in said
 
 
 def main() -> None:
@@ -158,6 +169,7 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(args.jobs) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()
+        broken: set[str] = set()
         for job in range(args.jobs):
             tree = Path(directory) / str(job)
             subprocess.run(["git", "clone", "-q", ROOT, tree], check=True)
@@ -166,7 +178,7 @@ def main() -> None:
         def judged(mutant: dict) -> dict:
             tree = trees.get()
             try:
-                return judge(mutant, tree, sys.executable)
+                return judge(mutant, tree, sys.executable, broken)
             finally:
                 trees.put(tree)
 
