@@ -9,7 +9,7 @@ import socket
 import threading
 from pathlib import Path
 
-from device.errors import UserError
+from conftest import refusal
 from llmc.files.checkpoint import model_path
 from llmc.files.checkpoint_dir import checkpoints, lock_checkpoints
 from llmc.files.directory import Lock
@@ -26,9 +26,8 @@ def take(path: Path) -> Lock:
 def test_the_second_is_refused_in_a_line_that_names_host_and_process(tmp_path, monkeypatch):
     monkeypatch.setattr("llmc.files.directory.PATIENCE", 0)
     first = take(tmp_path / "lock")
-    with pytest.raises(UserError) as caught:
-        take(tmp_path / "lock")
-    assert str(caught.value) == f"the place is in use by {ME}: wait for it to end, or choose another --flag"
+    said = refusal(take, tmp_path / "lock")
+    assert said == f"the place is in use by {ME}: wait for it to end, or choose another --flag"
     assert (tmp_path / "lock").read_text() == ME + "\n"
     first.release()
     assert os.listdir(tmp_path) == [] and take(tmp_path / "lock")
@@ -81,37 +80,29 @@ def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monke
     assert said.startswith("the place: cannot be locked (") and said.count("\n") == 1 and taken
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe", "notes"])
-def test_what_is_no_lock_is_refused_and_stays(tmp_path, kind):
-    precious, path = tmp_path / "precious", tmp_path / "Run" / ".lock"
-    path.parent.mkdir()
-    precious.write_text("thesis")
-    if kind == "link":
-        path.symlink_to(precious)
-    elif kind == "dangling link":
-        path.symlink_to(tmp_path / "new")
-    elif kind == "hard link":
-        os.link(precious, path)
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.write_text("thesis")
-    with pytest.raises(UserError) as caught:
-        take(path)
-    assert re.fullmatch(r"the place: cannot be written \(.lock [^\n]*\); choose another --flag", str(caught.value))
-    assert precious.read_text() == "thesis" and not (tmp_path / "new").exists()
-    assert kind != "notes" or path.read_text() == "thesis"
+@pytest.mark.parametrize("put", [
+    lambda lock, thesis: lock.symlink_to(thesis), lambda lock, thesis: lock.symlink_to(thesis.with_name("new")),
+    lambda lock, thesis: os.link(thesis, lock), lambda lock, thesis: os.mkfifo(lock),
+    lambda lock, thesis: lock.write_text("thesis"),
+], ids=["link", "dangling link", "hard link", "pipe", "notes"])  # fmt: skip
+def test_what_is_no_lock_is_refused_and_stays(tmp_path, put):
+    thesis, lock = tmp_path / "thesis", tmp_path / "Run" / ".lock"
+    lock.parent.mkdir()
+    thesis.write_text("thesis")
+    put(lock, thesis)
+    assert re.fullmatch(r"the place: cannot be written \(.lock [^\n]*\); choose another --flag", refusal(take, lock))
+    assert thesis.read_text() == "thesis" and not (tmp_path / "new").exists()
+    assert not lock.is_file() or lock.read_text() == "thesis"
 
 
 # Directories of checkpoints
 
 
 def test_a_directory_that_was_made_for_nothing_goes_away_and_what_has_a_lock_alone_is_empty(tmp_path):
-    lock = lock_checkpoints(tmp_path / "a" / "run")
-    assert [path.name for path in (tmp_path / "a" / "run").iterdir()] == [".llm.cupy.lock"]
-    assert checkpoints(tmp_path / "a" / "run") == []
-    with pytest.raises(UserError, match="neither a model.bin nor a checkpoint in it"):
-        model_path(tmp_path / "a" / "run")
+    run = tmp_path / "a" / "run"
+    lock = lock_checkpoints(run)
+    assert os.listdir(run) == [".llm.cupy.lock"] and checkpoints(run) == []
+    assert "neither a model.bin nor a checkpoint in it" in refusal(model_path, run)
     lock.release()
     assert os.listdir(tmp_path) == []
     (tmp_path / "mine").mkdir()
@@ -126,8 +117,7 @@ def test_a_directory_that_was_made_for_nothing_goes_away_and_what_has_a_lock_alo
 def test_a_directory_that_nothing_can_be_written_to_is_refused_at_the_start(tmp_path, name, reason):
     (tmp_path / "link").symlink_to("gone")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=re.escape(f"{name}: cannot be written ({reason}); choose another --")):
-        lock_checkpoints(tmp_path / name)
+    assert f"{name}: cannot be written ({reason}); choose another --" in refusal(lock_checkpoints, tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
@@ -139,7 +129,6 @@ def test_a_checkpoint_is_no_directory_of_checkpoints(tmp_path, monkeypatch, name
         for file in "model.bin", "state.json":
             Path("run", name, file).touch()
     before = sorted(Path("run").rglob("*"))
-    with pytest.raises(UserError) as caught:
-        lock_checkpoints(f"run/{name}")
-    assert str(caught.value) == f"run/{name} is a checkpoint, not a directory of checkpoints: use --checkpoint-dir run"
+    said = refusal(lock_checkpoints, f"run/{name}")
+    assert said == f"run/{name} is a checkpoint, not a directory of checkpoints: use --checkpoint-dir run"
     assert sorted(Path("run").rglob("*")) == before

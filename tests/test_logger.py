@@ -26,18 +26,16 @@ def test_lines_are_llm_cs_and_on_disk_at_once(tmp_path):
     logger.log(0, train_loss=np.float32(4.25))
     logger.log(20, accuracy=0.29551)
     logger.log(40, val_loss=3.5, bits_per_byte=1.23456)
-    assert path.read_text() == (
-        "s:0 tel:5.3255\ns:0 trl:4.2500\ns:20 eval:0.2955\ns:40 tel:3.5000\ns:40 bpb:1.2346\n"
-    )
+    assert path.read_text() == ("s:0 tel:5.3255\ns:0 trl:4.2500\ns:20 eval:0.2955\ns:40 tel:3.5000\ns:40 bpb:1.2346\n")
     logger.close()
 
 
 @pytest.mark.parametrize("before", ["", "s:0 trl:9.0000\ns:1 trl:8.0000\n", "s:0 trl:9.0000\ns:1 tr", "s"], ids=repr)
-def test_a_new_run_starts_a_log_afresh(tmp_path, before):
-    path = tmp_path / "main.log"
-    path.write_text(before)
-    Logger(path).log(0, train_loss=1.0)
-    assert path.read_text() == "s:0 trl:1.0000\n"
+def test_a_new_run_starts_a_log_afresh_and_a_resumed_one_begins_one_if_there_is_none(tmp_path, before):
+    (tmp_path / "main.log").write_text(before)
+    for name, step in ("main.log", 0), ("resumed.log", 4):
+        Logger(tmp_path / name, step).log(step, train_loss=1.0)
+        assert (tmp_path / name).read_text() == f"s:{step} trl:1.0000\n"
 
 
 @pytest.mark.parametrize("first_step", [0, 5], ids=["new", "resumed"])
@@ -72,17 +70,14 @@ def test_one_run_at_a_time_logs_to_a_file(tmp_path, monkeypatch, capsys, first_s
 
 
 @pytest.mark.parametrize("first_step", [0, 5], ids=["new", "resumed"])
-@pytest.mark.parametrize("kind", ["link", "link to nowhere", "link to what is missing", "hard link"])
-def test_a_log_that_is_a_link_is_refused_and_stays(tmp_path, kind, first_step):
+@pytest.mark.parametrize("target", ["other.log", "missing/log", "new", None], ids=str)
+def test_a_log_that_is_a_link_is_refused_and_stays(tmp_path, target, first_step):
+    """Without a target: a hard link."""
     log, other = tmp_path / "main.log", tmp_path / "other.log"
     other.write_text("s:1 trl:2.0000\n")
-    targets = {"link": other, "link to nowhere": tmp_path / "missing" / "log", "link to what is missing": "new"}
-    if kind == "hard link":
-        os.link(other, log)
-    else:
-        log.symlink_to(targets[kind])
+    log.symlink_to(target) if target else os.link(other, log)
     before = sorted(os.listdir(tmp_path))
-    what = "not a regular file with a single name" if kind == "hard link" else "a symbolic link"
+    what = "a symbolic link" if target else "not a regular file with a single name"
     assert f"cannot be written (main.log is {what}); choose another" in refusal(Logger, log, first_step)
     assert other.read_text() == "s:1 trl:2.0000\n" and sorted(os.listdir(tmp_path)) == before
 
@@ -113,11 +108,6 @@ def test_a_resumed_run_leaves_the_log_of_one_that_never_stopped(tmp_path):
     assert stopped.read_text() == whole.read_text()
 
 
-def test_a_resumed_run_without_a_log_begins_one(tmp_path):
-    Logger(tmp_path / "main.log", first_step=4).log(4, train_loss=1.0)
-    assert (tmp_path / "main.log").read_text() == "s:4 trl:1.0000\n"
-
-
 def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     assert "-o" in refusal(Logger, tmp_path / "missing" / "main.log")
     assert "main.log: cannot be written" in refusal(Logger, tmp_path / "missing" / "main.log", 5)
@@ -128,12 +118,6 @@ def test_a_power_cut_may_leave_zeros_in_a_log(tmp_path):
     (tmp_path / "run.log").write_bytes(b"s:0 trl:1.0000\ns:1 tr" + bytes(9) + b"s:2 trl:3.0000\n")
     Logger(tmp_path / "run.log", first_step=3).close()
     assert (tmp_path / "run.log").read_text() == "s:0 trl:1.0000\ns:2 trl:3.0000\n"
-
-
-@pytest.mark.parametrize("step", ["-1", "1.5", "99999999999999999999", "9" * 5000])
-def test_a_step_that_is_none_makes_no_log(tmp_path, step):
-    (tmp_path / "run.log").write_text(f"s:{step} trl:1.0\n")
-    assert "not a log line" in refusal(read_log, tmp_path / "run.log")
 
 
 def test_logs_of_llm_cs_later_trainer_are_read(tmp_path):
@@ -147,8 +131,9 @@ def test_logs_of_llm_cs_later_trainer_are_read(tmp_path):
 
 def test_what_is_no_log_is_refused(tmp_path):
     assert "main.log: no such file" in refusal(read_log, tmp_path / "main.log")
-    for line in ("hello", "s:1 trl:x", "s:x trl:1", "trl:1 s:1", "s:1 trl:1:2", "s:1 trl"):
+    steps = [f"s:{step} trl:1.0" for step in ("x", "-1", "1.5", "99999999999999999999", "9" * 5000)]
+    for line in "hello", "s:1 trl:x", "trl:1 s:1", "s:1 trl:1:2", "s:1 trl", *steps:
         (tmp_path / "main.log").write_text(f"s:0 trl:1.0\n{line}\n")
-        assert repr(line) in refusal(read_log, tmp_path / "main.log")
+        assert f"not a log line: {line[:60]!r}; " in refusal(read_log, tmp_path / "main.log")
     (tmp_path / "main.log").write_bytes(b"\xff\xfe\n")
     assert "not a log file" in refusal(read_log, tmp_path / "main.log")

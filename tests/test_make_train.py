@@ -9,10 +9,10 @@ from pathlib import Path
 
 from llmc.files.checkpoint_dir import read_record
 from models import write_record
+from support.folders import write_data
 
 import numpy as np
 import pytest
-from test_reliability import write_data
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = [

@@ -3,13 +3,11 @@
 import itertools
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import device
@@ -21,7 +19,6 @@ from kernels import classifier
 from llmc.data.batches import Batches
 from llmc.data.dataloader import DataLoader
 from llmc.data.token_file import Tokens, write_tokens
-from llmc.data.tokenizer import write_tokenizer
 from llmc.files.checkpoint import model_path
 from llmc.files.checkpoint_dir import lock_checkpoints, read_record
 from llmc.files.model_file import read_model, write_model
@@ -29,13 +26,12 @@ from llmc.model.tensors import num_parameters
 from llmc.run.logger import Logger, read_log
 from llmc.step.update import adamw_update
 from models import write_record
-from support.folders import checkpoint_bytes
+from support.folders import checkpoint_bytes, limit_files, output_of_trainer, start_trainer, steps_of, write_data
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
 V, B, T = 257, 2, 16
 FLAGS = ["-e", "layers=2,heads=2,channels=32,maxT=64", "-i", "data", "-b", str(B), "-t", str(T), "--device", "cpu",
          "-g", "0", "-m", "2", "-v", "50"]  # fmt: skip
@@ -47,41 +43,19 @@ def folder(tmp_path, rng):
     return tmp_path
 
 
-def write_data(folder: Path, rng: np.random.Generator) -> None:
-    for split, count in (("train", 2000), ("val", 400)):
-        write_tokens(folder / f"data_{split}.bin", rng.integers(0, V, count))
-    write_tokenizer(folder / "data_tokenizer.bin", [*(bytes([i]) for i in range(V - 1)), b"end"], V - 1)
-
-
-def start(folder: Path, *flags: str, script: str = "train_gpt2_fp32.py", base=FLAGS, **options) -> subprocess.Popen:
-    command = [sys.executable, "-u", str(ROOT / script), *base, *flags]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=folder, text=True, **pipes | options)
-
-
-def run(folder: Path, *flags: str, code: int = 0, **options) -> tuple[str, str]:
-    """stdout and stderr of a run that must end with this code."""
-    process = start(folder, *flags, **options)
-    out, error = process.communicate(timeout=200)
-    assert process.returncode == code, (process.returncode, out[-2000:], error)
-    assert "Traceback" not in error
-    return out, error
+start, run = partial(start_trainer, flags=FLAGS), partial(output_of_trainer, flags=FLAGS)
 
 
 @pytest.fixture
 def run_here(trainer_here):
     """`run` in this process."""
-    return lambda folder, *flags, code=0, base=FLAGS: trainer_here(GPT2, folder, [*base, *flags], code)
+    return lambda folder, *more, code=0, flags=FLAGS: trainer_here(GPT2, folder, [*flags, *more], code)
 
 
 def without(flag: str) -> list[str]:
     """FLAGS but for this one and its value."""
     at = FLAGS.index(flag)
     return FLAGS[:at] + FLAGS[at + 2 :]
-
-
-def steps(out: str) -> dict[int, str]:
-    return {int(step): loss for step, loss in re.findall(r"^step +(\d+)/\d+: train loss (\S+)", out, re.M)}
 
 
 SAVE = ["--checkpoint-dir", "run"]
@@ -99,7 +73,7 @@ def test_a_new_run_does_not_start_where_another_has_checkpoints(folder, run_here
         "error: run has checkpoints of another run, the newest step_00000003: go on from it with -y 1, or choose "
         "another --checkpoint-dir\n"
     )
-    assert sorted(path.name for path in (folder / "run").iterdir()) == before and not steps(out)
+    assert sorted(path.name for path in (folder / "run").iterdir()) == before and not steps_of(out)
     assert (folder / "run.log").read_text() == "s:0 tel:1.0000\n"
 
 
@@ -132,7 +106,7 @@ def test_a_resumed_run_waits_for_the_one_that_is_dying_and_takes_its_last_checkp
     (folder / "not yet").rename(last)
     dying.release()
     out, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (0, "") and list(steps(out)) == [5]
+    assert (process.returncode, error) == (0, "") and list(steps_of(out)) == [5]
     assert sorted(os.listdir("run")) == [f"step_{step:08d}" for step in (2, 4, 5)]
 
 
@@ -140,12 +114,9 @@ def test_a_resumed_run_waits_for_the_one_that_is_dying_and_takes_its_last_checkp
 
 
 def test_a_disk_that_is_full_at_the_start_is_refused_there(folder):
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
-    out, error = run(folder, *SAVE, "-x", "1", code=1, preexec_fn=limit)
+    out, error = run(folder, *SAVE, "-x", "1", code=1, **limit_files(0))
     assert error == "error: run: cannot be written (file too large); choose another --checkpoint-dir\n"
-    assert not steps(out) and not (folder / "run").exists()
+    assert not steps_of(out) and not (folder / "run").exists()
 
 
 def test_an_import_takes_the_place_of_a_model_and_of_nothing_else(folder):
@@ -158,31 +129,30 @@ def test_an_import_takes_the_place_of_a_model_and_of_nothing_else(folder):
 # What a resumed run computes
 
 
-def model_at(path: Path, channels: int = 32, seed: int = 0) -> str:
-    config = GPT2Config(64, V, 2, 2, channels)
-    random = np.random.default_rng(seed)
-    write_model(path, config, random.standard_normal(num_parameters(config), np.float32) / 50)
+def model_at(path: Path, seed: int) -> str:
+    config = GPT2Config(64, V, 2, 2, 32)
+    write_model(path, config, np.random.default_rng(seed).standard_normal(num_parameters(config), np.float32) / 50)
     return path.name
 
 
 def test_a_resumed_run_takes_the_model_that_it_was_started_with_and_no_other(folder, run_here):
-    first, other = model_at(folder / "first.bin"), model_at(folder / "other.bin", seed=1)
+    first, other = model_at(folder / "first.bin", 0), model_at(folder / "other.bin", 1)
     base = without("-e")
-    run_here(folder, "-e", first, *SAVE, "-x", "1", base=base)
+    run_here(folder, "-e", first, *SAVE, "-x", "1", flags=base)
     for given in other, "layers=1,heads=2,channels=32,maxT=64", "gone.bin":
-        out, error = run_here(folder, "-e", given, *SAVE, "-y", "1", "-x", "9", base=base, code=1)
+        out, error = run_here(folder, "-e", given, *SAVE, "-y", "1", "-x", "9", flags=base, code=1)
         assert error == (
             f"error: cannot resume: -e {given} is another model than run/step_00000001, whose run was started with -e "
             "first.bin: leave -e out\n"
-        ) and not steps(out)  # fmt: skip
+        ) and not steps_of(out)  # fmt: skip
     for n, given in enumerate([first, str(folder / first), "layers=2,heads=2,channels=32,maxT=64", "run", None], 2):
-        out, _ = run_here(folder, *(["-e", given] if given else []), *SAVE, "-y", "1", "-x", str(n), base=base)
-        assert list(steps(out)) == [n]
+        out, _ = run_here(folder, *(["-e", given] if given else []), *SAVE, "-y", "1", "-x", str(n), flags=base)
+        assert list(steps_of(out)) == [n]
     (folder / first).unlink()  # as where the job goes on on another machine
     assert read_record(folder / "run" / "step_00000006")["state"]["flags"]["model"] == first
-    out, _ = run_here(folder, "-e", first, *SAVE, "-y", "1", "-x", "7", base=base)
-    assert list(steps(out)) == [7]
-    _, error = run_here(folder, "-e", "run/step_00000001", *SAVE, "-y", "1", "-x", "8", base=base, code=1)
+    out, _ = run_here(folder, "-e", first, *SAVE, "-y", "1", "-x", "7", flags=base)
+    assert list(steps_of(out)) == [7]
+    _, error = run_here(folder, "-e", "run/step_00000001", *SAVE, "-y", "1", "-x", "8", flags=base, code=1)
     assert "-e run/step_00000001 is another model than run/step_00000007, whose" in error
 
 
@@ -195,27 +165,10 @@ def test_a_resumed_run_keeps_the_flags_that_it_is_not_given_again(folder, run_he
     run_here(folder, *SAVE, *settings, "-x", "6", "-n", "3")
     shutil.rmtree(folder / "run" / "step_00000006")
     bare = ["--device", "cpu", "-g", "0", "-m", "2", "-v", "50"]  # no data, batch, length, model
-    out, _ = run_here(folder, *SAVE, "-y", "1", base=bare)
+    out, _ = run_here(folder, *SAVE, "-y", "1", flags=bare)
     assert "| attention             | relu " in out
-    assert steps(out) == {step: loss for step, loss in steps(whole).items() if step > 3}
+    assert steps_of(out) == {step: loss for step, loss in steps_of(whole).items() if step > 3}
     assert checkpoint_bytes(folder, 6) == want
-
-
-@pytest.mark.parametrize(
-    "flags, was",
-    [
-        (["-a", "relu"], "--attention was softmax and is now relu"),
-        (["--dropout", "0.5"], "--dropout was 0.0 and is now 0.5"), (["-k", "linear"], "--schedule was constant"),
-        (["-u", "7"], "--warmup was 0"), (["-q", "1"], "--final-fraction was 0.0"), (["--seed", "4"], "--seed was 3"),
-        (["-b", "4"], "--batch-size was 2"), (["-t", "8"], "--sequence-length was 16"),
-        (["-d", "64"], "--total-batch-size was 32 and is now 64"), (["--beta1", "0.8"], "--beta1 was 0.9"),
-        (["--beta2", "0.95"], "--beta2 was 0.999 and is now 0.95"),
-    ],
-)  # fmt: skip
-def test_a_flag_that_contradicts_the_checkpoint_is_refused(finished, run_here, flags, was):
-    out, error = run_here(finished, *SAVE, "-y", "1", "-x", "9", *flags, code=1)  # the last of two -b counts
-    assert re.fullmatch(rf"error: cannot resume: {was}.*; leave it out, or start another run\n", error)
-    assert not steps(out)
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +177,19 @@ def finished(tmp_path_factory):
     write_data(folder, np.random.default_rng(0))
     run(folder, *SAVE, "-x", "2", "--seed", "3", "-l", "1e-3")
     return folder
+
+
+@pytest.mark.parametrize("flags, was", [
+    ("-a relu", "--attention was softmax and is now relu"), ("--dropout 0.5", "--dropout was 0.0 and is now 0.5"),
+    ("-k linear", "--schedule was constant"), ("-u 7", "--warmup was 0"), ("-q 1", "--final-fraction was 0.0"),
+    ("--seed 4", "--seed was 3"), ("-b 4", "--batch-size was 2"), ("-t 8", "--sequence-length was 16"),
+    ("-d 64", "--total-batch-size was 32 and is now 64"), ("--beta1 0.8", "--beta1 was 0.9"),
+    ("--beta2 0.95", "--beta2 was 0.999 and is now 0.95"),
+])  # fmt: skip
+def test_a_flag_that_contradicts_the_checkpoint_is_refused(finished, run_here, flags, was):
+    out, error = run_here(finished, *SAVE, "-y", "1", "-x", "9", *flags.split(), code=1)  # the last of two -b counts
+    assert re.fullmatch(rf"error: cannot resume: {was}.*; leave it out, or start another run\n", error)
+    assert not steps_of(out)
 
 
 def copy_of(finished: Path, tmp_path: Path, **recorded: object) -> Path:
@@ -237,6 +203,21 @@ def copy_of(finished: Path, tmp_path: Path, **recorded: object) -> Path:
     record["state"]["flags"] |= recorded
     write_record(folder / "run" / "step_00000002", record)
     return folder
+
+
+@pytest.mark.parametrize("flags, lines", [
+    ("-l 2e-3 --grad-clip 1", "--learning-rate was 0.001 and is now 0.002\n--grad-clip was 0.0 and is now 1.0\n"
+     "--max-steps was 2 and is now 3\nthe run was in tf32"),
+    ("", "the run was in tf32 and goes on in fp32, which is what CPU"),
+    ("-f 1", "the run was in tf32 and goes on in fp32, which is what CPU"),
+    ("--precision fp32", "the run was in tf32 and goes on in fp32\n"),
+    ("--precision bf16", "the run was in tf32 and goes on in bf16\n"),
+])  # fmt: skip
+def test_what_may_change_is_said(finished, tmp_path, run_here, flags, lines):
+    """The checkpoint is of a GPU, which has computed in TF32."""
+    folder = copy_of(finished, tmp_path, precision="tf32")
+    out, _ = run_here(folder, *SAVE, "-y", "1", "-x", "3", *flags.split())
+    assert lines in out and list(steps_of(out)) == [3]
 
 
 def test_weights_beyond_what_bf16_holds_stop_a_run_before_another_parameter_changes(folder, run_here):
@@ -260,34 +241,16 @@ def test_a_model_without_dropout_refuses_a_rate_also_if_a_checkpoint_recorded_it
     assert error == line.format("start another run")
 
 
-def test_a_run_goes_on_in_the_precision_that_it_had_or_is_given_and_says_where_it_changes(
-    finished, tmp_path, run_here
-):
-    assert read_record(finished / "run" / "step_00000002")["state"]["flags"]["precision"] == "fp32"
-    folder = copy_of(finished, tmp_path, precision="tf32")  # as a GPU would have
-    lines = {
-        (): "the run was in tf32 and goes on in fp32, which is what CPU",
-        ("-f", "1"): "the run was in tf32 and goes on in fp32, which is what CPU",
-        ("--precision", "fp32"): "the run was in tf32 and goes on in fp32\n",
-        ("--precision", "bf16"): "the run was in tf32 and goes on in bf16\n",
-    }
-    for flags, line in lines.items():
-        out, _ = run_here(folder, *SAVE, "-y", "1", "-x", "3", *flags)
-        assert line in out and list(steps(out)) == [3]
-        shutil.rmtree(folder / "run" / "step_00000003")
-
-
 def test_a_run_keeps_its_betas_and_those_of_an_old_checkpoint_are_the_ones_that_it_was_trained_with(
     finished, tmp_path, run_here
 ):
     mainline = {"script": "train_gpt2.py"}
-    out, _ = run(copy_of(finished, tmp_path), *SAVE, "-y", "1", "-x", "3", **mainline)
-    assert "| beta1, beta2, eps     | 0.9, 0.999, 1e-08 " in out and list(steps(out)) == [3]
-    new = tmp_path / "new"
-    shutil.copytree(finished, new, ignore=shutil.ignore_patterns("run"))
-    out, _ = run(new, *SAVE, "-x", "1", **mainline)
+    folder = copy_of(finished, tmp_path)
+    out, _ = run(folder, *SAVE, "-y", "1", "-x", "3", **mainline)
+    assert "| beta1, beta2, eps     | 0.9, 0.999, 1e-08 " in out and list(steps_of(out)) == [3]
+    out, _ = run(folder, "--checkpoint-dir", "new", "-x", "1", **mainline)
     assert "| beta1, beta2, eps     | 0.9, 0.95, 1e-08 " in out  # llm.c's mainline
-    out, _ = run_here(new, *SAVE, "-y", "1", "-x", "2", "--eps", "1e-6")
+    out, _ = run_here(folder, "--checkpoint-dir", "new", "-y", "1", "-x", "2", "--eps", "1e-6")
     assert "| beta1, beta2, eps     | 0.9, 0.95, 1e-06 " in out and "--eps was 1e-08 and is now 1e-06\n" in out
 
 
@@ -297,34 +260,23 @@ def test_data_that_is_not_where_the_checkpoint_says_is_named_with_the_flag_for_a
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     checkpoint, bare = ["--checkpoint-dir", "../run", "-y", "1", "-x", "2"], without("-i")
-    _, error = run_here(elsewhere, *checkpoint, base=bare, code=1)
+    _, error = run_here(elsewhere, *checkpoint, flags=bare, code=1)
     assert error == (
         f"error: ../run/step_00000001 was trained with -i data, and there is no such data below {elsewhere}: -i may "
         "name where it is now\n"
     )
-    out, _ = run_here(elsewhere, *checkpoint, "-i", "../data", base=bare)
-    assert list(steps(out)) == [2] and "| val data              | ../data " in out
-
-
-def test_what_may_change_is_said(folder, run_here):
-    run_here(folder, *SAVE, "-x", "2", "-l", "1e-3")
-    out, _ = run_here(folder, *SAVE, "-y", "1", "-x", "3", "-l", "2e-3", "--grad-clip", "1")
-    said = [line for line in out.splitlines() if " is now " in line]
-    assert said == [
-        "--learning-rate was 0.001 and is now 0.002", "--grad-clip was 0.0 and is now 1.0",
-        "--max-steps was 2 and is now 3",
-    ]  # fmt: skip
-    assert list(steps(out)) == [3]
+    out, _ = run_here(elsewhere, *checkpoint, "-i", "../data", flags=bare)
+    assert list(steps_of(out)) == [2] and "| val data              | ../data " in out
 
 
 def test_flash_attention_is_kept_and_softmax_may_take_its_place(folder, run_here):
     model = ["-e", "layers=1,heads=1,channels=64,maxT=64", *without("-e")]
-    whole, _ = run_here(folder, *SAVE, "-x", "3", "-n", "1", "-a", "flash", base=model)
+    whole, _ = run_here(folder, *SAVE, "-x", "3", "-n", "1", "-a", "flash", flags=model)
     shutil.rmtree(folder / "run" / "step_00000003")
-    out, _ = run_here(folder, *SAVE, "-y", "1", base=model)
-    assert "| attention             | flash " in out and steps(out) == {3: steps(whole)[3]}
-    out, _ = run_here(folder, *SAVE, "-y", "1", "-x", "4", "-a", "softmax", base=model)
-    assert "--attention was flash and is now softmax: the same function" in out and list(steps(out)) == [4]
+    out, _ = run_here(folder, *SAVE, "-y", "1", flags=model)
+    assert "| attention             | flash " in out and steps_of(out) == {3: steps_of(whole)[3]}
+    out, _ = run_here(folder, *SAVE, "-y", "1", "-x", "4", "-a", "softmax", flags=model)
+    assert "--attention was flash and is now softmax: the same function" in out and list(steps_of(out)) == [4]
 
 
 def test_other_data_of_the_same_size_is_refused_and_makes_another_run(folder, run_here):
@@ -361,17 +313,13 @@ def test_tokens_that_the_fingerprint_does_not_see_are_noticed_and_hashed_only_if
     assert len(hashed) == 4 and read_record(folder / "run" / "step_00000005")["state"]["loader"]["files"]
 
 
-def cut(file: Path) -> None:
-    os.truncate(file, 1100)
-
-
 def write_one(file: Path) -> None:
     with open(file, "r+b") as opened:
         opened.seek(-2, os.SEEK_END)
         opened.write(b"\1\0")
 
 
-@pytest.mark.parametrize("change", [cut, write_one])
+@pytest.mark.parametrize("change", [partial(os.truncate, length=1100), write_one], ids=["cut", "written to"])
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_data_that_change_under_a_run_end_it_with_a_line_and_a_checkpoint(folder, run_here, monkeypatch, split, change):
     whole, _ = run_here(folder, "-x", "6", "-v", "2")
@@ -387,22 +335,22 @@ def test_data_that_change_under_a_run_end_it_with_a_line_and_a_checkpoint(folder
 
     monkeypatch.setattr(DataLoader, "next_batch", changing)
     out, error = run_here(folder, *SAVE, "-x", "6", "-v", "2", code=1)
-    assert list(steps(out)) == [1, 2, 3, 4] and "stopped by data that cannot be read after 4 of 6 steps" in out
+    assert list(steps_of(out)) == [1, 2, 3, 4] and "stopped by data that cannot be read after 4 of 6 steps" in out
     assert error == (
         f"error: data_{split}.bin: it has changed since it was opened, so its tokens are not what they were; the run "
         "goes on from run/step_00000004 with -y 1\n"
     )
     file.write_bytes(before)
     out, _ = run_here(folder, *SAVE, "-y", "1", "-v", "2")
-    assert steps(out) == {n: loss for n, loss in steps(whole).items() if n > 4}
+    assert steps_of(out) == {n: loss for n, loss in steps_of(whole).items() if n > 4}
 
 
 @pytest.mark.parametrize("at", [0, 2047, 5000, 9999], ids=str)
 def test_the_fingerprint_sees_every_shard_at_its_ends_and_in_the_middle(tmp_path, at):
     tokens = np.arange(10_000) % V
     for shard in range(2):
-        write_tokens(tmp_path / f"a_train_{shard}.bin", tokens)
-        write_tokens(tmp_path / f"b_train_{shard}.bin", tokens)
+        for name in "ab":
+            write_tokens(tmp_path / f"{name}_train_{shard}.bin", tokens)
     tokens[at] += 1
     write_tokens(tmp_path / "b_train_1.bin", tokens)
     prints = [DataLoader(tmp_path / name, "train", B, T, V + 1).fingerprint for name in "ab"]
@@ -422,10 +370,10 @@ def test_generate_computes_what_the_checkpoint_was_trained_with(folder, run_here
 
 def test_a_checkpoint_can_be_the_model_that_a_run_starts_from(folder, run_here):
     run_here(folder, *SAVE, "-x", "2")
-    out, _ = run_here(folder, "-e", "run/step_00000002", "-x", "1", base=without("-e"))
-    assert list(steps(out)) == [1] and "| model                 | run/step_00000002" in out
-    newest, error = run_here(folder, "-e", "run", "-x", "1", base=without("-e"))
-    assert steps(newest) == steps(out) and error == "run: its newest checkpoint is step_00000002\n"
+    out, _ = run_here(folder, "-e", "run/step_00000002", "-x", "1", flags=without("-e"))
+    assert list(steps_of(out)) == [1] and "| model                 | run/step_00000002" in out
+    newest, error = run_here(folder, "-e", "run", "-x", "1", flags=without("-e"))
+    assert steps_of(newest) == steps_of(out) and error == "run: its newest checkpoint is step_00000002\n"
 
 
 # Damage
@@ -448,9 +396,9 @@ def test_a_damaged_file_of_a_checkpoint_is_used_by_no_program(folder, run_here, 
     if name == "model_tokenizer.bin":
         said.append(refusal(load_tokenizer, str(damaged)))
     for flags in ["-e", "run/step_00000002"], [*FLAGS[:2], *SAVE, "-y", "1", "-o", "run.log"]:
-        out, error = run_here(folder, *flags, "-x", "3", base=without("-e"), code=1)
+        out, error = run_here(folder, *flags, "-x", "3", flags=without("-e"), code=1)
         said.append(error.removeprefix("error: "))
-        assert not steps(out)
+        assert not steps_of(out)
     older = "use run/step_00000001, which is complete; "
     assert all(line.startswith(f"{damaged}: damaged") and older in line for line in said)
     assert (folder / "run.log").read_bytes() == log and not Path("out").exists()
@@ -478,82 +426,69 @@ def test_a_run_stops_in_the_midst_of_what_takes_long(folder, rng, work, begun, f
     assert "val loss" not in out if work == "validation" else "stopped by SIGTERM after 1 of" in out
 
 
-# With more threads, a batch of large_batches may take less than the pauses of the tests.
-ONE_THREAD = os.environ | {"LLMC_CPU_THREADS": "1"}
-
-
-def large_batches(folder: Path) -> list[str]:
-    """Writes data, and returns flags, for batches that take most of a second. A validation has one such batch."""
-    for split in "train", "val":
-        write_tokens(folder / f"data_{split}.bin", np.zeros(10_000 * T + 1, np.int64))
-    return ["-b", "10000", "-m", "1"]
-
-
 @pytest.mark.parametrize("first, second, at_once", [
     ("SIGTERM", "SIGHUP", True), pytest.param("SIGHUP", "SIGHUP", False, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_second_signal_stops_at_once_unless_a_closed_terminal_sent_both(folder, first, second, at_once):
-    """In the last step, the last validation is left out."""
-    process = start(folder, "-x", "1", *large_batches(folder), *SAVE, env=ONE_THREAD)
+    """In the last step, the last validation is left out. With more threads, a batch, of which a validation has one,
+    may take less than the pauses; so it takes most of a second."""
+    for split in "train", "val":
+        write_tokens(folder / f"data_{split}.bin", np.zeros(10_000 * T + 1, np.int64))
+    large = "-x", "1", "-b", "10000", "-m", "1"
+    process = start(folder, *SAVE, *large, env=os.environ | {"LLMC_CPU_THREADS": "1"})
     for line in process.stdout:
         if line.startswith("val loss"):
             break
     time.sleep(0.2)
-    process.send_signal(getattr(signal, first))
-    time.sleep(0.2)
-    process.send_signal(getattr(signal, second))
+    first, second = getattr(signal, first), getattr(signal, second)
+    process.send_signal(first)
+    status = Path(f"/proc/{process.pid}/status")
+    while int(re.search(r"SigCgt:\s+(\w+)", status.read_text())[1], 16) & 1 << first - 1:
+        time.sleep(0.01)  # until the run has heard it
+    process.send_signal(second)
     out, code = process.stdout.read(), process.wait(timeout=60)
-    assert code == (-getattr(signal, second) if at_once else 128 + getattr(signal, first))
+    assert code == (-second if at_once else 128 + first)
     assert any((folder / "run").glob("step_*")) != at_once and "val loss" not in out
-    assert at_once or "saved run/step_00000001" in out and f"stopped by {first} after 1 of 1 steps" in out
+    assert at_once or "saved run/step_00000001" in out and f"stopped by {first.name} after 1 of 1 steps" in out
 
 
 def test_nohup_is_respected(folder):
-    def ignore() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
+    ignore = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
     process, out = start(folder, "-x", "30", preexec_fn=ignore), ""
     for line in process.stdout:
         out += line
         if line.startswith("step    2/"):
             process.send_signal(signal.SIGHUP)
-    assert (process.wait(timeout=60), process.stderr.read()) == (0, "") and max(steps(out)) == 30
+    assert (process.wait(timeout=60), process.stderr.read()) == (0, "") and max(steps_of(out)) == 30
 
 
 # Failing to report
 
 
-def test_a_run_with_a_log_goes_on_when_its_reader_leaves_or_never_was_and_one_without_ends(folder):
-    log = folder / "run.log"
-    for flags, options, said in [
-        (["-o", "run.log"], {}, "cannot print any more (broken pipe): the run goes on, see run.log\n"),
-        (["-o", "run.log"], {"preexec_fn": lambda: os.close(1)}, ""), ([], {}, ""),
-    ]:  # fmt: skip
-        process = start(folder, "-x", "30" if flags else "1000000", *flags, **options)
-        process.stdout.readline()
-        process.stdout.close()
-        assert (process.wait(timeout=60), process.stderr.read()) == (0, said)
-        if flags:
-            assert read_log(log)["trl"][0].tolist() == list(range(30))
-            log.unlink()
-
-
-def test_a_full_disk_under_the_output_ends_a_run_that_has_nothing_else_in_one_line(folder):
+@pytest.mark.parametrize("flags, output, code, said", [
+    ("-o run.log", "its reader leaves", 0, "cannot print any more (broken pipe): the run goes on, see run.log\n"),
+    ("--tensorboard events", "its reader leaves", 0,
+     "cannot print any more (broken pipe): the run goes on, see events\n"),
+    ("-o run.log", "there is none", 0, ""), ("", "its reader leaves", 0, ""),
+    ("-o run.log", "full", 0, "cannot print any more (no space left on device): the run goes on, see run.log\n"),
+    ("", "full", 1, "error: cannot print (no space left on device); with a log (-o), --tensorboard or checkpoints a "
+     "run goes on\n"),
+])  # fmt: skip
+def test_a_run_with_a_log_goes_on_without_an_output_or_its_reader_and_another_ends(folder, flags, output, code, said):
     with open("/dev/full", "w") as full:
-        process = start(folder, "-x", "3", stdout=full)
-        assert (process.wait(timeout=60), process.stderr.read()) == (
-            1, "error: cannot print (no space left on device); with a log (-o), --tensorboard or checkpoints a run "
-            "goes on\n"
-        )  # fmt: skip
-        process = start(folder, "-x", "3", "-o", "run.log", stdout=full)
-        assert process.wait(timeout=60) == 0 and "the run goes on, see run.log" in process.stderr.read()
-    assert read_log(folder / "run.log")["trl"][0].tolist() == [0, 1, 2]
+        options = {"full": {"stdout": full}, "there is none": {"preexec_fn": partial(os.close, 1)}}.get(output, {})
+        process = start(folder, "-x", "30" if flags else "1000000", *flags.split(), **options)
+        if process.stdout:
+            process.stdout.readline()
+            process.stdout.close()
+        assert (process.wait(timeout=60), process.stderr.read()) == (code, said)
+    assert "-o" not in flags or read_log(folder / "run.log")["trl"][0].tolist() == list(range(30))
 
 
 def test_a_full_disk_under_the_log_is_said_once_and_told_by_the_exit_code(folder, run_here):
     out, error = run_here(folder, "-x", "5", "-o", "/dev/full", code=1)
     assert out.count("/dev/full: a line was lost (no space left on device); the run goes on\n") == 1
-    assert error == "error: /dev/full lacks 9 lines that could not be written\n" and max(steps(out)) == 5
+    assert error == "error: /dev/full lacks 9 lines that could not be written\n" and max(steps_of(out)) == 5
 
 
 def test_a_checkpoint_that_fails_is_tried_again_when_the_next_is_due_and_one_that_cannot_be_removed_stays(
@@ -571,24 +506,22 @@ def test_a_checkpoint_that_fails_is_tried_again_when_the_next_is_due_and_one_tha
 def test_when_no_checkpoint_can_be_written_the_last_good_one_stays_and_the_exit_code_tells(folder, run_here):
     run_here(folder, *SAVE, "-x", "1")
     want = checkpoint_bytes(folder, 1)
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    out, error = run(folder, *SAVE, "-y", "1", "-x", "4", "-n", "1", code=1, preexec_fn=limit)
-    assert max(steps(out)) == 4 and out.count("not saved: run/step_") == 3
+    out, error = run(folder, *SAVE, "-y", "1", "-x", "4", "-n", "1", code=1, **limit_files(20_000))
+    assert max(steps_of(out)) == 4 and out.count("not saved: run/step_") == 3
     assert re.fullmatch(r"error: the last checkpoint could not be written: run/step_00000004.*\n", error), error
     assert [path.name for path in (folder / "run").iterdir()] == ["step_00000001"]
     assert checkpoint_bytes(folder, 1) == want
 
 
-@pytest.mark.parametrize("kind, reason, remedy", [
-    ("CUDARuntimeError", "cudaErrorECCUncorrectable: uncorrectable ECC error encountered", "dmesg may name an Xid"),
-    ("OutOfMemoryError", "Out of memory allocating 8,589,934,592 bytes", "lower -b or -t"),
+@pytest.mark.parametrize("kind, base, what, remedy", [
+    ("CUDARuntimeError", RuntimeError, "the GPU failed (cudaErrorECCUncorrectable: uncorrectable ECC error)",
+     "dmesg may name an Xid"),
+    ("OutOfMemoryError", MemoryError, "out of memory (Out of memory allocating 8,589,934,592 bytes)",
+     "lower -b or -t"),
 ])  # fmt: skip
-def test_a_gpu_that_fails_is_one_line_with_the_last_checkpoint(folder, run_here, monkeypatch, kind, reason, remedy):
-    base = MemoryError if kind == "OutOfMemoryError" else RuntimeError
+def test_a_gpu_that_fails_is_one_line_with_the_last_checkpoint(folder, run_here, monkeypatch, kind, base, what, remedy):
     failure = type(kind, (base,), {"__module__": "cupy_backends.cuda.api.runtime"})
+    reason = re.search(r"\((.*)\)", what)[1]
 
     def update(model, adamw, exchange, lr, t):
         if t == 5:
@@ -597,56 +530,55 @@ def test_a_gpu_that_fails_is_one_line_with_the_last_checkpoint(folder, run_here,
 
     with monkeypatch.context() as patch:
         patch.setattr("train_gpt2_fp32.adamw_update", update)
-        out, error = run_here(folder, *SAVE, "-x", "9", "-n", "2", code=1)
-    what = "out of memory" if kind == "OutOfMemoryError" else "the GPU failed"
-    assert error.startswith(f"error: {what} ({reason}): ") and remedy in error and error.count("\n") == 1
+        _, error = run_here(folder, *SAVE, "-x", "9", "-n", "2", code=1)
+    assert error.startswith(f"error: {what}: ") and remedy in error and error.count("\n") == 1
     assert error.endswith("; the run goes on from run/step_00000004 with -y 1\n")
-    want = list(steps(run_here(folder, *SAVE, "-x", "9", "-y", "1")[0]))
-    assert want == [5, 6, 7, 8, 9]
+    assert list(steps_of(run_here(folder, *SAVE, "-x", "9", "-y", "1")[0])) == [5, 6, 7, 8, 9]
 
 
 # Numbers that are not finite
 
 
 @pytest.fixture
-def spoiled_run(run_here, monkeypatch):
-    """`run_here` with a NaN in the logits of these batches, counted from 1: the first two are of a validation."""
+def spoil(monkeypatch):
+    """spoil(batches): a NaN in the logits of these batches, counted from 1, of which the first two are of a validation;
+    of no later ones."""
+    real = classifier.fused_classifier
 
-    def spoiled_run(folder: Path, spoiled: set[int], *flags: str, code: int) -> tuple[str, str]:
-        real, calls = classifier.fused_classifier, itertools.count(1)
+    def spoil(batches: set[int]) -> None:
+        calls = itertools.count(1)
 
-        def spoil(logits, *rest) -> None:
-            if next(calls) in spoiled:
+        def spoiled(logits, *rest) -> None:
+            if next(calls) in batches:
                 logits[0, 0] = float("nan")
             real(logits, *rest)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(classifier, "fused_classifier", spoil)
-            return run_here(folder, *flags, code=code)
+        monkeypatch.setattr(classifier, "fused_classifier", spoiled)
 
-    return spoiled_run
+    return spoil
 
 
 @pytest.mark.parametrize("accumulated, every, good", [
     (1, 2, "run/step_00000004; the state that it came to: run/step_00000005"), (3, 5, "run/step_00000005")
 ])  # fmt: skip
 def test_a_step_that_is_not_finite_stops_the_run_before_the_parameters_change(
-    folder, run_here, spoiled_run, accumulated, every, good
+    folder, run_here, spoil, accumulated, every, good
 ):
     flags = [*SAVE, "-d", str(accumulated * B * T), "-l", "1e-2"]
     run_here(folder, *flags, "-x", "5")
     want = checkpoint_bytes(folder, 5)
     shutil.rmtree(folder / "run")
-    out, error = spoiled_run(folder, {2 + 5 * accumulated + 1}, *flags, "-x", "9", "-n", str(every), code=1)
+    spoil({2 + 5 * accumulated + 1})
+    out, error = run_here(folder, *flags, "-x", "9", "-n", str(every), code=1)
     assert error == (
         "error: step 6: its loss (nan) or gradients are not finite, so all parameters are left as they were. "
         "Possible causes: a learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), "
         f"damaged weights or data; --skip-nonfinite leaves such steps out; last good checkpoint: {good}\n"
     )
-    assert list(steps(out)) == [1, 2, 3, 4, 5, 6] and checkpoint_bytes(folder, 5) == want
+    assert list(steps_of(out)) == [1, 2, 3, 4, 5, 6] and checkpoint_bytes(folder, 5) == want
     assert out.count("saved run/step_00000005") == 1  # also where it was due
     again, _ = run_here(folder, *flags, "-x", "9", "-y", "1")
-    assert list(steps(again)) == [6, 7, 8, 9]  # the batch that was spoiled comes again
+    assert list(steps_of(again)) == [6, 7, 8, 9]  # the batch that was spoiled comes again
 
 
 def test_a_state_that_may_be_poisoned_takes_no_older_checkpoint_away(folder, run_here):
@@ -689,20 +621,22 @@ def test_a_weights_gradient_that_overflows_leaves_that_weight_alone_and_stops_th
     assert checkpoint_bytes(folder, 6) == want  # the run goes on from where it was
 
 
-def test_steps_that_are_not_finite_are_skipped_and_counted(folder, run_here, spoiled_run):
+def test_steps_that_are_not_finite_are_skipped_and_counted(folder, run_here, spoil):
     flags = [*SAVE, "--skip-nonfinite", "-l", "1e-2"]
-    out, _ = spoiled_run(folder, {5, 7}, *flags, "-x", "6", "-n", "4", code=0)
+    spoil({5, 7})
+    out, _ = run_here(folder, *flags, "-x", "6", "-n", "4")
     assert re.findall(r"^step (\d+): its loss \(nan\).*; (\d) such .*$", out, re.M) == [("3", "1"), ("5", "2")]
     assert "steps whose loss or gradients were not finite: 2\n" in out
     assert np.isfinite(np.frombuffer(checkpoint_bytes(folder, 6)[0][1024:], "<f4")).all()
     shutil.rmtree(folder / "run" / "step_00000006")
+    spoil(set())
     out, _ = run_here(folder, *SAVE, "-y", "1")  # the flag is recorded, and so is the count
     assert "steps whose loss or gradients were not finite: 1\n" in out
 
 
 def test_a_step_of_many_batches_is_dropped_by_a_stop_request(folder, run_here, monkeypatch):
     flags, real = [*SAVE, "--seed", "1", "-x", "4"], Batches.fetch_losses
-    run_here(folder, *flags, "-d", str(40 * B * T))
+    run_here(folder, *flags, "-d", str(10 * B * T))
     want = checkpoint_bytes(folder, 4)
     shutil.rmtree(folder / "run")
 
@@ -714,8 +648,8 @@ def test_a_step_of_many_batches_is_dropped_by_a_stop_request(folder, run_here, m
 
     with monkeypatch.context() as patch:
         patch.setattr(Batches, "fetch_losses", fetch)
-        out, _ = run_here(folder, *flags, "-d", str(40 * B * T), code=128 + signal.SIGTERM)
-    assert "stopped by SIGTERM after 2 of 4 steps" in out and list(steps(out)) == [1, 2]
+        out, _ = run_here(folder, *flags, "-d", str(10 * B * T), code=128 + signal.SIGTERM)
+    assert "stopped by SIGTERM after 2 of 4 steps" in out and list(steps_of(out)) == [1, 2]
     run_here(folder, *flags, "-y", "1")
     assert checkpoint_bytes(folder, 4) == want
 
@@ -755,9 +689,9 @@ def test_a_gpu_that_cannot_be_had_is_one_line_with_the_remedy(folder, run_here, 
         raise RuntimeError(reason)
 
     monkeypatch.setattr(device, "CudaDevice", no_gpu)
-    out, _ = run_here(folder, "-x", "0", base=without("--device"))
+    out, _ = run_here(folder, "-x", "0", flags=without("--device"))
     assert f"| why not CUDA          | {reason} " in out
-    _, error = run_here(folder, "-x", "0", "--device", "cuda", base=without("--device"), code=1)
+    _, error = run_here(folder, "-x", "0", "--device", "cuda", flags=without("--device"), code=1)
     assert error.startswith(f"error: CUDA does not work here ({reason}): update NVIDIA's") and error.count("\n") == 1
 
 
@@ -767,7 +701,7 @@ def test_twenty_thousand_steps_take_no_more_time_and_memory_than_the_first(folde
     kind = device.use()
     flags = ["-x", "20000", "-v", "500", "-m", "2", "-s", "500", "-g", "8", "-o", "run.log", "--seed", "1",
              "-n", "2000", "-nk", "2", "--grad-clip", "1", "--device", kind]  # fmt: skip
-    process = start(folder, *SAVE, *flags, base=FLAGS[: FLAGS.index("--device")])
+    process = start(folder, *SAVE, *flags, flags=FLAGS[: FLAGS.index("--device")])
     memory, times = {}, []
 
     def memory_now() -> list[int]:
@@ -797,9 +731,9 @@ def test_the_largest_batches_that_are_named_fit(folder):
             "-x", "3"]  # fmt: skip
     for split in "train", "val":
         write_tokens(folder / f"data_{split}.bin", np.zeros(1 << 20, np.int64))
-    _, error = run(folder, "-b", "1000", base=base, code=1)
+    _, error = run(folder, "-b", "1000", flags=base, code=1)
     remedies = re.search(r"at most (-b .*) fits", error)[1].split(" or ")
     for flags in map(str.split, remedies):
-        run(folder, *flags, base=base)  # another process, which gives its memory back
+        run(folder, *flags, flags=base)  # another process, which gives its memory back
         assert int(flags[1]) > 8
     assert len(remedies) == 4 and ballast.nbytes > free // 2

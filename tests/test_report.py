@@ -35,11 +35,7 @@ def test_a_gpus_peak_is_its_own_or_unknown(monkeypatch, name, peak):
     assert peaks.tensor_core_peak() == peak
     monkeypatch.setattr(device.current.device, "precision", "bf16")
     assert peaks.tensor_core_peak() == (2 * peak if peak else None)
-
-
-def test_in_fp32_there_is_no_share_of_a_peak(monkeypatch):
-    device.use("cpu")
-    monkeypatch.setattr(device.current.device, "name", "NVIDIA H200")
+    monkeypatch.setattr(device.current.device, "precision", "fp32")
     assert peaks.tensor_core_peak() is None
 
 
@@ -82,15 +78,9 @@ def test_a_step_of_a_known_gpu_shows_its_model_flops_utilisation_and_the_help_sa
         report.print_step(1, 2, 3.0, None, 1e-3, 1.0, 1.0, 100.0, percent)
         out = capsys.readouterr().out
         assert shown in out if shown else "MFU" not in out and "%" not in out
-    with pytest.raises(SystemExit):
-        parse_arguments(GPT2Config, ["--help"])
-    assert "model FLOPs utilisation (MFU)" in (out := capsys.readouterr().out) and "6 N + 12 L NH HS T" in out
-
-
-def test_the_help_says_of_what_the_mfu_is_a_share():
-    """In fp8 of a peak that no run can reach."""
     text = " ".join(make_parser(GPT2Config).format_help().split())
+    assert "model FLOPs utilisation (MFU)" in text and "6 N + 12 L NH HS T" in text
     sentences = text[text.index("(MFU)") :]
     assert peaks.TIMES_TF32.keys() == {"tf32", "bf16", "fp8"} and "in the precision that the line names" in sentences
-    assert all(name in sentences for name in ("TF32", "bf16", "fp8"))
+    assert all(name in sentences for name in ("TF32", "bf16", "fp8"))  # in fp8 of a peak that no run can reach
     assert "twice the peak in bf16" in sentences and peaks.TIMES_TF32["fp8"] == 2 * peaks.TIMES_TF32["bf16"]
