@@ -49,7 +49,7 @@ FAILURES = {  # the error, and whether all later calls fail, too
 FEW = 3  # cases of each kind in `make test`
 ERRORS = [f"{error} in a program" for error in ("EIO", "EINTR", "ENOMEM", "ESTALE", "EDQUOT")]
 FEW_CALLS = 6  # of each program that are tried in `make test`
-NAMED = re.compile("^error: .*(new|run|data|texts|mine|exported|imported|config|model)")
+NAMED = re.compile("^error: .*(new|run|data|texts|mine|exported|imported|config|model|in_here)")
 
 
 def measure() -> dict:
@@ -166,7 +166,7 @@ def marks(lines: list[str]) -> list[str]:
 
 
 def in_new_folder(work) -> None:
-    with tempfile.TemporaryDirectory(dir=os.environ["FOLDER"]) as folder:
+    with tempfile.TemporaryDirectory(prefix="in_here", dir=os.environ["FOLDER"]) as folder:
         os.chdir(folder)
         work()
         os.chdir("/")
