@@ -1,6 +1,5 @@
 """Token files and the walk through them: llm.c's order without a seed, a reproducible shuffle with one."""
 
-import errno
 import json
 import os
 import struct
@@ -14,7 +13,6 @@ from llmc.data import dataloader
 from llmc.data.dataloader import DataLoader
 from llmc.data.find_data import check_both_splits, find_token_files
 from llmc.data.token_file import RAW_TOKENS, open_tokens, write_tokens
-from llmc.files.directory import glob
 
 import numpy as np
 import pytest
@@ -377,13 +375,3 @@ def test_positions_are_sorted_by_token_and_counted():
     assert order.dtype == count.dtype == np.int32
     order, count = sort_by_token(np.array([65536 + 5, 5, 65536 + 5, 0], dtype=np.int32))  # beyond 16 bits
     assert order.tolist() == [3, 1, 0, 2] and count.tolist() == [1, 1, 2, 0]
-
-
-def test_an_error_names_the_working_directory_if_it_cannot_be_listed(monkeypatch):
-    def refuse(path):
-        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-
-    monkeypatch.setattr(os, "listdir", refuse)
-    with pytest.raises(OSError) as error:
-        glob("data_*")
-    assert error.value.filename == os.getcwd()

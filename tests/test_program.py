@@ -1,6 +1,7 @@
 """How the programs end: one line for what the user must mend, whatever goes wrong before or beside their work."""
 
 import ast
+import errno
 import os
 import signal
 import subprocess
@@ -211,3 +212,12 @@ def test_an_error_of_another_file_is_not_taken_for_one_of_the_output(monkeypatch
 
     with pytest.raises(SystemExit, match="^error: no space left on device; no file that was there is lost"):
         run_program(main)
+
+
+def test_an_error_of_the_working_directory_names_it():
+    def main() -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), ".")
+
+    with pytest.raises(SystemExit) as end:
+        run_program(main)
+    assert str(end.value).startswith(f"error: {os.getcwd()}: stale file handle; ")

@@ -196,8 +196,7 @@ def glob(pattern: str) -> list[str]:
     found = []
     for folder in glob(place) if place else [""]:
         with suppress(FileNotFoundError, NotADirectoryError):
-            listed = folder or os.getcwd()  # an error names it, and "." is no name
-            there = [name for name in os.listdir(listed) if name[:1] != "." or last[:1] == "."]
+            there = [name for name in os.listdir(folder or ".") if name[:1] != "." or last[:1] == "."]
             found += [os.path.join(folder, name) for name in fnmatch.filter(there, last)]
     return sorted(found)
 
