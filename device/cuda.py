@@ -206,12 +206,14 @@ class CudaDevice:
             except BaseException as error:
                 failures.append(error)
 
-        # NVRTC releases the interpreter's lock. After Ctrl-C nobody waits for these threads.
+        # NVRTC releases the interpreter's lock. After Ctrl-C nobody waits for these threads. A join without a timeout
+        # may hear of Ctrl-C only when the file is compiled, because the system may tell another thread of it.
         threads = [threading.Thread(target=compile_one, args=(path,), daemon=True) for path in paths]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            while thread.is_alive():
+                thread.join(timeout=0.1)
         for failure in failures:
             raise failure
 

@@ -53,7 +53,7 @@ ERRORS = [f"{error}{IN_A_PROGRAM}" for error in ("EIO", "EINTR", "ENOMEM", "ESTA
 KINDS = [*FAILURES, "power cut", *ERRORS]
 ORDINARY = "killed", "EIO", "power cut", *ERRORS[:2]  # in `make test`, a few cases of each
 FEW = 4
-NAMED = re.compile("^error: .*(new|run|data|texts|mine|exported|imported|config|model)")
+NAMED = re.compile("^error: .*(new|run|data|texts|mine|exported|imported|config|model|in_here)")
 
 
 @cache
@@ -102,7 +102,7 @@ def forked(work: Callable, number: int = 0, error: int = 0, for_good: bool = Fal
 @contextmanager
 def new_folder(template: str | None = None) -> Iterator[None]:
     """The working directory in the block: an empty one, or a copy."""
-    with tempfile.TemporaryDirectory(dir=os.environ["FOLDER"]) as folder:
+    with tempfile.TemporaryDirectory(prefix="in_here", dir=os.environ["FOLDER"]) as folder:
         if template:
             shutil.copytree(template, folder, dirs_exist_ok=True)
         os.chdir(folder)

@@ -1,14 +1,17 @@
 """How the programs end: one line for what the user must mend, whatever goes wrong before or beside their work."""
 
 import ast
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 from device import errors
+from device.cuda import CudaDevice
 from llmc.run.program import run_program
 
 import pytest
@@ -93,6 +96,27 @@ def test_ctrl_c_ends_compilers_at_once_and_a_later_run_removes_what_a_killed_one
             if not list(tmp_path.glob(".building-*")):
                 break
     assert not list(tmp_path.glob(".building-*"))
+
+
+def test_ctrl_c_is_heard_at_once_while_nvrtc_compiles_even_if_another_thread_gets_the_signal():
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    class Device(CudaDevice):
+        def __init__(self):
+            pass
+
+        def module(self, path: Path) -> None:
+            time.sleep(0.1)  # until the main thread waits
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            time.sleep(3)  # NVRTC cannot be stopped
+
+    begun = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Device().compile_all([Path("gelu.cu")])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert time.monotonic() - begun < 1
 
 
 CTRL_C = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
@@ -188,3 +212,12 @@ def test_an_error_of_another_file_is_not_taken_for_one_of_the_output(monkeypatch
 
     with pytest.raises(SystemExit, match="^error: no space left on device; no file that was there is lost"):
         run_program(main)
+
+
+def test_an_error_of_the_working_directory_names_it():
+    def main() -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), ".")
+
+    with pytest.raises(SystemExit) as end:
+        run_program(main)
+    assert str(end.value).startswith(f"error: {os.getcwd()}: stale file handle; ")

@@ -101,7 +101,7 @@ def take_tokenizer_along(found: Path, model: Path, vocab_size: int) -> set[Path]
         try_tokenizer(found)
     except UserError as error:
         print(f"no {own}: {error}", file=sys.stderr)
-        del files[own]
+        files.pop(own, None)  # an empty file was left out before
     for path, content in files.items():
         with replacing(path) as file:
             file.write(content)

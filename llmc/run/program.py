@@ -145,7 +145,10 @@ def fail(text: str) -> NoReturn:
 def _refused(error: OSError) -> str:
     """What the system refused, and why."""
     reason = why(error) if error.strerror else first_line(error)
-    return escaped(f"{os.fsdecode(error.filename)}: {reason}" if isinstance(error.filename, str | bytes) else reason)
+    if not isinstance(error.filename, str | bytes):
+        return escaped(reason)
+    name = os.fsdecode(error.filename)
+    return escaped(f"{os.getcwd() if name == '.' else name}: {reason}")
 
 
 def resume_advice() -> str:
