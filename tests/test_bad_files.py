@@ -329,7 +329,7 @@ def damages(draw):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of what a damaged file holds
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(damage=damages(), header=st.booleans())
 def test_a_damaged_file_is_taken_or_refused_in_one_line(reader, damage, header):
     path, data, read = reader
