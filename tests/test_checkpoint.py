@@ -211,19 +211,6 @@ def test_a_damaged_model_of_a_checkpoint_is_refused_by_whatever_name_it_is_read(
     read_model("copy.bin", GPT2Config)  # no state.json records its checksum
 
 
-def test_who_reads_a_directory_changes_nothing_there(checkpoint):
-    """A run may be about to put another in the place of this one; or it was killed then."""
-    replaced = checkpoint.rename(checkpoint.with_name("step_00000020.replaced.part"))
-    assert checkpoints(replaced.parent) == [replaced] == [newest_checkpoint(replaced.parent)]
-    read_model(model_path(replaced.parent), GPT2Config)
-    assert os.listdir(replaced.parent) == [replaced.name]
-    shutil.copytree(replaced, checkpoint)
-    assert checkpoints(replaced.parent) == [checkpoint]
-    shutil.rmtree(checkpoint)
-    lock_checkpoints(replaced.parent).release()  # as a run does
-    assert os.listdir(checkpoint.parent) == [checkpoint.name]
-
-
 class Crash(BaseException):
     pass
 

@@ -244,11 +244,10 @@ def test_a_model_without_dropout_refuses_a_rate_also_if_a_checkpoint_recorded_it
 def test_a_run_keeps_its_betas_and_those_of_an_old_checkpoint_are_the_ones_that_it_was_trained_with(
     finished, tmp_path, run_here
 ):
-    mainline = {"script": "train_gpt2.py"}
     folder = copy_of(finished, tmp_path)
-    out, _ = run(folder, *SAVE, "-y", "1", "-x", "3", **mainline)
+    out, _ = run(folder, *SAVE, "-y", "1", "-x", "3", script="train_gpt2.py")
     assert "| beta1, beta2, eps     | 0.9, 0.999, 1e-08 " in out and list(steps_of(out)) == [3]
-    out, _ = run(folder, "--checkpoint-dir", "new", "-x", "1", **mainline)
+    out, _ = run(folder, "--checkpoint-dir", "new", "-x", "1", script="train_gpt2.py")
     assert "| beta1, beta2, eps     | 0.9, 0.95, 1e-08 " in out  # llm.c's mainline
     out, _ = run_here(folder, "--checkpoint-dir", "new", "-y", "1", "-x", "2", "--eps", "1e-6")
     assert "| beta1, beta2, eps     | 0.9, 0.95, 1e-06 " in out and "--eps was 1e-08 and is now 1e-06\n" in out
@@ -323,18 +322,17 @@ def write_one(file: Path) -> None:
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_data_that_change_under_a_run_end_it_with_a_line_and_a_checkpoint(folder, run_here, monkeypatch, split, change):
     whole, _ = run_here(folder, "-x", "6", "-v", "2")
-    file, calls, next_batch = folder / f"data_{split}.bin", [], DataLoader.next_batch
+    file, calls, next_batch = folder / f"data_{split}.bin", itertools.count(1), DataLoader.next_batch
     before = file.read_bytes()
 
     def changing(loader, *arrays) -> None:
-        if loader.files[0].name == file.name and len(calls) < 5:
-            calls.append(loader)
-            if len(calls) == 5:  # in the fifth step, or in the third validation, which is in front of it
-                change(file)
+        if loader.files[0].name == file.name and next(calls) == 5:
+            change(file)  # in the fifth step, or in the third validation, which is before it
         next_batch(loader, *arrays)
 
-    monkeypatch.setattr(DataLoader, "next_batch", changing)
-    out, error = run_here(folder, *SAVE, "-x", "6", "-v", "2", code=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(DataLoader, "next_batch", changing)
+        out, error = run_here(folder, *SAVE, "-x", "6", "-v", "2", code=1)
     assert list(steps_of(out)) == [1, 2, 3, 4] and "stopped by data that cannot be read after 4 of 6 steps" in out
     assert error == (
         f"error: data_{split}.bin: it has changed since it was opened, so its tokens are not what they were; the run "
