@@ -235,9 +235,9 @@ def fail_at(patch, number: int, error: BaseException) -> list:
 
 
 @pytest.mark.parametrize("error", [Crash(), OSError(errno.EIO, os.strerror(errno.EIO))], ids=["crash", "EIO"])
-@pytest.mark.parametrize("there, saved, called", [((1,), 2, None), ((1, 2), 2, None), ((1,), 2, "best")], ids=str)
+@pytest.mark.parametrize("before, saved, called", [((1,), 2, None), ((1, 2), 2, None), ((1,), 2, "best")], ids=str)
 def test_a_checkpoint_is_never_seen_half_written_whatever_call_is_the_last_or_fails(
-    tmp_path, params, monkeypatch, error, there, saved, called
+    tmp_path, params, monkeypatch, error, before, saved, called
 ):
     """It is added to older ones, or takes the place of one. If the call fails that syncs the directory, nobody knows
     which of the two is on disk, and both stay."""
@@ -245,7 +245,7 @@ def test_a_checkpoint_is_never_seen_half_written_whatever_call_is_the_last_or_fa
     while len(calls) >= number:
         number += 1
         run = tmp_path / f"run{number}"
-        for step in there:
+        for step in before:
             save(run, step, params + step, name=called)
         with monkeypatch.context() as patch:
             calls = fail_at(patch, number, error)
@@ -255,11 +255,14 @@ def test_a_checkpoint_is_never_seen_half_written_whatever_call_is_the_last_or_fa
                 pass
             except UserError as refused:
                 assert error.strerror.lower() in str(refused) and "\n" not in str(refused)
+        there = os.listdir(run)
         _, read, _, _, state = load_checkpoint(newest_checkpoint(run), GPT2Config)
         np.testing.assert_array_equal(flat(read), params + state["step"])
         want = [called] if called else [f"step_{step:08d}" for step in range(1, state["step"] + 1)]
-        if not isinstance(error, Crash):
-            assert {*want} <= {*os.listdir(run)} <= {*want, f"{want[-1]}.replaced.part"}
+        replaced = f"{want[-1]}.replaced.part"
+        assert newest_checkpoint(run).name == (want[-1] if want[-1] in there else replaced)
+        assert os.listdir(run) == there  # who only reads changes nothing
+        assert isinstance(error, Crash) or {*want} <= {*there} <= {*want, replaced}
         lock_checkpoints(run).release()  # as a run that starts there
         assert sorted(os.listdir(run)) == want
         again = save(run, saved, params - 1, name=called)  # nothing is in the way
