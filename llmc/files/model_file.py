@@ -15,6 +15,7 @@ import device
 from device.errors import UserError
 from llmc.files.checkpoint_dir import check_saved
 from llmc.files.files import check_size, map_file, read_header, replacing, write_arrays
+from llmc.files.interrupted import repeated
 from llmc.model.tensors import Config, layout, num_parameters
 
 import numpy as np
@@ -161,7 +162,7 @@ def new_model(path: str | Path, config: Config) -> Iterator[dict[str, np.ndarray
         file.write(_header(config).tobytes())
         file.flush()
         os.posix_fallocate(file.fileno(), 0, config.HEADER_BYTES + 4 * length)  # a full disk fails here
-        body = np.memmap(file, dtype="<f4", mode="r+", offset=config.HEADER_BYTES, shape=(length,))
+        body = repeated(np.memmap)(file, dtype="<f4", mode="r+", offset=config.HEADER_BYTES, shape=(length,))
         yield _named_views(body, config)
         body.flush()
 
