@@ -46,7 +46,7 @@ import torch
 from huggingface_hub import errors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
-from test_tokenizer import LIBRARIES
+from support.vocabularies import LIBRARIES
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
 GPT2, LLAMA, PYTHIA, QWEN3 = GPT2S[0], LLAMAS[0], PYTHIAS[0], QWENS[0]
