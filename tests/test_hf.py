@@ -506,24 +506,17 @@ def test_every_setting_that_transformers_reads_is_looked_at(kind):
     assert read - noted - HARMLESS - other_names == set()
 
 
-def save_mistral(folder: Path, config: Config) -> MistralForCausalLM:
-    """A Mistral without a window, of a Llama's sizes and weights."""
-    llama = transformers_model(config).float()
-    given = {name: value for name, value in llama.config.to_dict().items() if name not in ("model_type", "dtype")}
-    mistral = MistralForCausalLM(MistralConfig(**given | {"sliding_window": None}))
-    mistral.load_state_dict(llama.state_dict())
-    mistral.save_pretrained(folder)
-    return mistral
-
-
 @pytest.mark.parametrize("config, settings", [(LLAMA, {}), (LLAMAS[1], {"head_dim": None})], ids=id_of)
-def test_a_mistral_without_a_window_is_imported_as_the_llama_that_it_is(config, settings, tmp_path):
-    theirs = save_mistral(tmp_path / "saved", config)
+def test_a_mistral_without_a_window_is_imported_as_the_llama_that_it_is(config, settings, theirs, tmp_path):
+    given = {name: value for name, value in theirs.config.to_dict().items() if name not in ("model_type", "dtype")}
+    mistral = MistralForCausalLM(MistralConfig(**given | {"sliding_window": None}))
+    mistral.load_state_dict(theirs.state_dict())
+    mistral.save_pretrained(tmp_path / "saved")
     path = tmp_path / "saved" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     read, tensors = imported(tmp_path / "saved", tmp_path)
     assert read == config
-    assert_parameters(config, tensors, theirs)
+    assert_parameters(config, tensors, mistral)
 
 
 def test_a_gelu_is_understood_as_every_release_writes_it():
@@ -657,9 +650,9 @@ def test_only_what_the_import_reads_is_fetched(shard, terminal, with_tokenizer, 
 
 
 def test_the_weights_of_a_model_that_cannot_be_imported_are_not_fetched(hub, tmp_path):
-    save_mistral(tmp_path / "repository", LLAMA)
     settings = tmp_path / "repository" / "config.json"
-    change(settings, sliding_window=None)  # which transformers takes to be 4096
+    settings.parent.mkdir()
+    settings.write_text(json.dumps(settings_of(LLAMA) | {"model_type": "mistral"}))  # a window of 4096 is the default
     assert refusal("a/mistral", tmp_path) == "a/mistral: sliding_window is 4096 in its config.json; none is supported"
     change(settings, hidden_act="gelu")
     assert refusal("a/mistral", tmp_path).startswith("a/mistral: hidden_act is 'gelu' in its config.json")
@@ -725,7 +718,7 @@ def test_what_keeps_a_model_from_being_fetched_is_one_line(name, error, said, hu
 
 SAMPLES = ["", " ", "It's the tokenizer's  own test,\n\n  isn't it?", "Größe 日本語 🙂 \t\x00\x7f"]
 EOT = LEARNED.eot
-BOS = EOT + 1  # of with_tokenizer
+BOS, LAST = EOT + 2, EOT + 9  # of with_tokenizer
 
 
 @pytest.fixture
@@ -737,10 +730,13 @@ def bpe(tmp_path) -> Path:
 
 @pytest.fixture
 def with_tokenizer(tmp_path) -> Path:
-    """A Llama as transformers saves one, of more tokens than its tokenizer has, which begins every text with one."""
+    """A Llama as transformers saves one. It has more rows than its tokenizer has tokens. That begins every text with
+    one, and leaves out ids before its last token."""
     folder = tmp_path / "saved"
     transformers_model(replace(LLAMA, vocab_size=330)).float().save_pretrained(folder)
-    library = Library.from_str(LIBRARIES["gpt2_like"].to_str())
+    content = json.loads(export_hf.tokenizer_json(LEARNED))
+    content["model"]["vocab"]["ĠĠĠĠĠĠ"] = LAST
+    library = Library.from_str(json.dumps(content))
     library.add_special_tokens([BEGIN])
     library.post_processor = beginning(library)
     library.save(str(folder / "tokenizer.json"))
@@ -779,41 +775,6 @@ def test_an_exported_tokenizer_splits_text_as_ours_does(bpe, tmp_path, rng):
     assert theirs.encode(f"a{END}b") == [*tokenizer.encode("a"), EOT, *tokenizer.encode("b")]
 
 
-@pytest.mark.parametrize("config, gap", [(GPT2, 0), (LLAMA, 15)], ids=id_of)
-def test_a_padded_model_is_imported_fine_tuned_sampled_and_exported(
-    config, gap, model, tmp_path, trainer_here, monkeypatch, capsys
-):
-    """It has more rows than tokens, and its last token leaves out `gap` ids before it."""
-    monkeypatch.chdir(tmp_path)
-    last, rows = EOT + 1 + gap, 340
-    transformers_model(replace(config, vocab_size=rows, max_seq_len=32)).save_pretrained("saved")
-    content = json.loads(LIBRARIES["gpt2_like"].to_str())
-    content["model"]["vocab"]["ĠĠĠĠĠĠ"] = last
-    Path("saved/tokenizer.json").write_text(json.dumps(content))
-    first = open_tokenizer("saved/tokenizer.json")
-    assert first.vocab_size == last + 1 < rows
-    imported("saved", tmp_path)
-    texts = [f"{number}: the model, its tokens and their padding. " * 9 for number in range(20)]
-    make_data(monkeypatch, texts, "--tokenizer", "imported_tokenizer.json")
-    flags = "-e imported.bin -i mine -b 1 -t 32 -x 1 -m 2 -g 40 --device cpu --checkpoint-dir run".split()
-    out, error = trainer_here(kind_of(model), tmp_path, flags)
-    assert error == "" and "bits/byte" in out
-    checkpoint = Path("run/step_00000001")
-    generate.main(["-e", str(checkpoint), "--prompt", "the model isn't", *"-g 40 --ignore-eot --device cpu".split()])
-    written = capsys.readouterr()
-    assert written.out.startswith("the model isn't") and written.err.startswith("40 tokens in")
-    trained = load_model_tokenizer(checkpoint / "model.bin", rows, encodes=True)
-    assert AutoModelForCausalLM.from_pretrained(exported(checkpoint, Path("out"))).config.vocab_size == rows
-    theirs = AutoTokenizer.from_pretrained("out")
-    for text in SAMPLES:
-        assert trained.encode(text) == first.encode(text) == theirs.encode(text)
-    assert theirs.convert_tokens_to_ids("ĠĠĠĠĠĠ") == last
-    shutil.copy(checkpoint / "model.bin", "bare.bin")
-    export_hf.main(["bare.bin"])
-    assert "no tokenizer is written: none is beside bare.bin; name its file with --tokenizer" in capsys.readouterr().err
-    assert not Path("bare/tokenizer.json").exists()
-
-
 def test_a_tokenizer_goes_along_with_its_model_there_and_back(with_tokenizer, model, tmp_path, capsys):
     config, _ = imported(with_tokenizer, tmp_path)
     first = open_tokenizer(with_tokenizer / "tokenizer.json")
@@ -841,23 +802,36 @@ def test_a_tokenizer_goes_along_with_its_model_there_and_back(with_tokenizer, mo
 
 
 @pytest.mark.parametrize("bin_alone", [False, True])
-def test_a_tokenizer_goes_whole_through_data_checkpoint_and_export(
-    bin_alone, with_tokenizer, model, tmp_path, trainer_here, monkeypatch
+def test_a_tokenizer_goes_whole_through_data_a_run_and_an_export(
+    bin_alone, with_tokenizer, model, tmp_path, trainer_here, monkeypatch, capsys
 ):
     """Also where the data have nothing but its .bin."""
     monkeypatch.chdir(tmp_path)
-    imported(with_tokenizer / "model.safetensors", tmp_path)  # which takes along what lies beside it
+    config, _ = imported(with_tokenizer / "model.safetensors", tmp_path)  # which takes along what lies beside it
     texts = [f"{number}: the model's tokens" for number in range(60)]
     data = make_data(monkeypatch, texts, "--tokenizer", "imported_tokenizer.bin")
     assert (data == BOS).sum() == (data == EOT).sum() == 60 and data[0] == BOS and data[-1] == EOT
     for path in Path().glob("mine_*") if bin_alone else ():
         if not path.name.endswith(("_000000.bin", "mine_tokenizer.bin")):
             path.unlink()
-    flags = "-e imported.bin -i mine -b 1 -t 16 -x 1 -s 0 -v 0 --device cpu --checkpoint-dir run".split()
-    trainer_here(kind_of(model), tmp_path, flags)
-    out = exported(Path("run"), Path("out"))
+    flags = "-e imported.bin -i mine -b 1 -t 16 -x 1 -m 2 -g 40 --device cpu --checkpoint-dir run".split()
+    out, error = trainer_here(kind_of(model), tmp_path, flags)
+    assert error == "" and "bits/byte" in out
+    for path in *Path().glob("mine_*"), *Path().glob("imported*"):
+        path.unlink()
+    checkpoint = Path("run/step_00000001")
+    generate.main(["-e", str(checkpoint), "--prompt", "the model isn't", *"-g 40 --ignore-eot --device cpu".split()])
+    written = capsys.readouterr()
+    assert written.out.startswith("the model isn't") and written.err.startswith("40 tokens in")
+    out = exported(checkpoint, Path("out"))
     for name in {"tokenizer.json", *NEIGHBOURS} - {"config.json"}:
         assert (out / name).read_bytes() == (with_tokenizer / name).read_bytes(), name
+    trained = load_model_tokenizer(checkpoint / "model.bin", config.vocab_size, encodes=True)
+    first, theirs = open_tokenizer(with_tokenizer / "tokenizer.json"), AutoTokenizer.from_pretrained(out)
+    for text in SAMPLES:
+        assert [BOS, *first.encode(text)] == [BOS, *trained.encode(text)] == theirs.encode(text)
+    assert theirs.convert_tokens_to_ids("ĠĠĠĠĠĠ") == LAST
+    assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == config.vocab_size > first.vocab_size
 
 
 def test_an_export_takes_the_tokenizer_along_and_replaces_nothing(with_tokenizer, model, tmp_path, rng):
@@ -909,8 +883,12 @@ def test_a_model_without_a_tokenizer_keeps_its_list_of_end_tokens(saved, model, 
 
 
 @pytest.mark.parametrize(("vocab_size", "eos"), [(257, 256), (50257, 50256), (300, None)])
-def test_the_end_of_text_token_is_said_where_it_is_known(vocab_size, eos, tmp_path, rng):
-    export_hf.main([str(write_random(tmp_path / "model.bin", replace(GPT2, vocab_size=vocab_size), rng))])
+def test_the_end_of_text_token_is_said_where_it_is_known(vocab_size, eos, tmp_path, rng, capsys):
+    model = write_random(tmp_path / "model.bin", replace(GPT2, vocab_size=vocab_size), rng)
+    export_hf.main([str(model)])
+    said = capsys.readouterr().err
+    assert said == f"no tokenizer is written: none is beside {model}; name its file with --tokenizer\n"
+    assert not (tmp_path / "model" / "tokenizer.json").exists()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.eos_token_id == eos
 
 
@@ -936,7 +914,7 @@ def test_a_model_is_imported_where_its_tokenizer_cannot_be_read(
     (with_tokenizer / "tokenizer.json").write_bytes(whole)
     transformers_model(LLAMA).save_pretrained(with_tokenizer)
     capsys.readouterr()
-    assert f"{BOS + 1} tokens and the model 53" in said_by_import() and own.is_file()
+    assert f"{LAST + 1} tokens and the model 53" in said_by_import() and own.is_file()
     said = conftest.refusal(export_hf.main, [str(model), "--tokenizer", str(bpe)])
     assert f"{EOT + 1} tokens and {model} 53: use the model's own tokenizer" in said
 

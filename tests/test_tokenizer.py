@@ -261,6 +261,7 @@ def test_a_bin_encodes_only_where_it_splits_as_its_json(json_file, tmp_path, cap
         ours = open_tokenizer(path := json_file(kind))
         write_vocabulary(tmp_path / "x", ours, path)
         alone = shutil.copy(tmp_path / "x_tokenizer.bin", tmp_path / "alone.bin")
+        assert (open_tokenizer(alone).bos, open_tokenizer(alone).special) == (ours.bos, ours.special)
         if kind == "gpt2_like":
             assert load_tokenizer(alone).encode(CORPUS) == ours.encode(CORPUS)
             assert "alone.bin: a .bin does not say how text is split" in capsys.readouterr().out
