@@ -158,6 +158,7 @@ def test_the_tokenizer_of_a_dataset_is_its_own_or_the_models(tmp_path, monkeypat
         for data in (prefix, f"{prefix}_train_*.bin", f"{prefix}_val.bin"):
             assert str(find_tokenizer(data)) == f"{prefix}_tokenizer.bin"
             assert str(model_tokenizers(Path("m.bin"), {"data": data})[0]) == f"{prefix}_tokenizer.json"
+            assert str(model_tokenizers(Path("n.bin"), {"data": data})[0]) == "n_tokenizer.json"
 
 
 def test_bytes_that_are_no_characters_are_replaced_and_controls_left_out():
