@@ -303,6 +303,11 @@ def test_tensors_that_make_no_model_are_refused(saved, tmp_path):
         assert said in refusal(saved, tmp_path)
     path.write_bytes(path.read_bytes()[:-1])
     assert "not a whole safetensors file" in refusal(saved, tmp_path)
+    path.unlink()
+    names = '{"weight_map": {"a": "../b.safetensors"}}'
+    for index, said in ("{}", "it has no weight_map"), (names, "'../b.safetensors' is no name of a safetensors file"):
+        (saved / "model.safetensors.index.json").write_text(index)
+        assert said in refusal(saved, tmp_path)
     (saved / "adapter_config.json").write_text("{}")
     assert refusal(saved, tmp_path).startswith(f"{saved}: an adapter (LoRA), not a model: merge it")
 
