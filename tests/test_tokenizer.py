@@ -70,6 +70,8 @@ def test_a_tokenizer_file_has_the_layout_of_llm_c_and_is_read_back_exactly(file)
     assert tokenizer.decode(317) == tokenizer.decode(10**6) == b""  # a model's padding
     file.write_bytes(struct.pack("<256I", 20240328, 1, 50257, *[0] * 253) + 50257 * b"\x01a")
     assert open_tokenizer(file).eot == 50256  # of version 1
+    write_tokenizer(file, [*LEARNED.tokens, b"<s>"], 316, bos=317)
+    assert open_tokenizer(file).bos == 317
 
 
 def test_a_damaged_tokenizer_is_refused(file):
