@@ -19,10 +19,10 @@ if not __package__:  # run as a program: look in the repository, not in dev/, wh
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from dev.debug_state import DebugState, write_debug_state
-from dev.hf.common import config_json, named_tensors
+from dev.hf.common import config_json, flat_parameters_of
 from device.errors import UserError
 from llmc.files.model_file import write_model
-from llmc.model.tensors import name_tensors, num_parameters
+from llmc.model.tensors import Config, num_parameters
 from llmc.run.arguments import Parser, positive
 from llmc.run.program import run_program
 from train_gpt2_fp32 import GPT2Config
@@ -30,39 +30,24 @@ from train_gpt2_fp32 import GPT2Config
 import numpy as np
 import torch
 import transformers
-from transformers import GPT2LMHeadModel
 
 SEED = 1337  # of weights and batch
 
 
-def random_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
-    """A model of these sizes with random weights, fp32, without dropout."""
-    torch.manual_seed(seed)
-    model = GPT2LMHeadModel(transformers.GPT2Config(**config_json(config), attn_implementation="eager")).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += 0.1 * torch.randn_like(parameter)
+def random_model(config: Config, seed: int):
+    """transformers' model of these sizes with random weights, fp32, with eager attention and no dropout."""
+    described = transformers.AutoConfig.for_model(**config_json(config, 0, 0))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter += 0.1 * torch.randn_like(parameter)
     return model
 
 
-def config_of(model: GPT2LMHeadModel) -> GPT2Config:
-    theirs = model.config
-    return GPT2Config(theirs.n_positions, theirs.vocab_size, theirs.n_layer, theirs.n_head, theirs.n_embd)
-
-
-def flat_parameters(model: GPT2LMHeadModel, gradients: bool = False) -> np.ndarray:
-    """The model's parameters, or their gradients, fp32 (num_parameters,) in the order of the model file; the padding of
-    the vocabulary is 0."""
-    config = config_of(model)
-    flat = np.zeros(num_parameters(config), np.float32)
-    theirs = dict(model.named_parameters())
-    for name, view, _ in named_tensors(config, name_tensors(flat, config.parameters(), config.sizes(), align=1)):
-        view[...] = (theirs[name].grad if gradients else theirs[name].detach()).cpu().numpy()
-    return flat
-
-
-def forward_backward(model: GPT2LMHeadModel, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, float]:
+def forward_backward(model, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, float]:
     """The logits (B, T, V) of inputs x and the mean loss of targets y, int32 (B, T); sets the parameters' gradients."""
     inputs, targets = (torch.from_numpy(tokens).long().to(model.device) for tokens in (x, y))
     logits = model(inputs, use_cache=False).logits
@@ -73,19 +58,18 @@ def forward_backward(model: GPT2LMHeadModel, x: np.ndarray, y: np.ndarray) -> tu
     return logits.detach().cpu().numpy(), loss.item()
 
 
-def write_reference(model: GPT2LMHeadModel, prefix: str, B: int, T: int, seed: int) -> None:
+def write_reference(model, config: GPT2Config, prefix: str, B: int, T: int, seed: int) -> None:
     """Writes `<prefix>.bin` and `<prefix>_debug_state.bin` for a random batch (B, T), computing in the model's own
     precision."""
-    config = config_of(model)
     if config.max_seq_len < T:
         raise UserError(f"-t {T} is above the model's longest sequence, {config.max_seq_len}: lower -t")
     tokens = np.random.default_rng(seed).integers(0, config.vocab_size, (2, B, T), dtype=np.int32)
     x, y = tokens
-    write_model(f"{prefix}.bin", config, flat_parameters(model))
+    write_model(f"{prefix}.bin", config, flat_parameters_of(model, config).astype(np.float32))
     print(f"wrote {prefix}.bin: {num_parameters(config):,} parameters", flush=True)
     started = time.perf_counter()
     logits, loss = forward_backward(model, x, y)
-    grads = flat_parameters(model, gradients=True)
+    grads = flat_parameters_of(model, config, gradients=True).astype(np.float32)
     write_debug_state(f"{prefix}_debug_state.bin", DebugState(x, y, logits, loss, grads))
     seconds = time.perf_counter() - started
     print(f"wrote {prefix}_debug_state.bin: B {B}, T {T}, loss {loss:.6f} ({seconds:.1f} s)")
@@ -106,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
     for path in (f"{prefix}.bin", f"{prefix}_debug_state.bin"):
         if Path(path).exists():
             raise UserError(f"{path} exists already: name another prefix with -o, or remove it")
-    write_reference(random_model(config, SEED).double(), prefix, args.batch_size, args.sequence_length, SEED)
+    write_reference(random_model(config, SEED).double(), config, prefix, args.batch_size, args.sequence_length, SEED)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ import os
 from typing import TYPE_CHECKING
 
 import device
-from dev.hf.common import config_json, named_tensors, transformers_parameters
+from dev.hf.common import flat_parameters_of as flat_parameters_of
 from kernels.matmul import transposes
-from llmc.model.tensors import Config, name_tensors, num_parameters
+from llmc.model.tensors import Config, name_tensors
 from train_gpt2_fp32 import GPT2Config
 from train_llama3 import Llama3Config
 from train_pythia import PythiaConfig
@@ -402,21 +402,10 @@ def table_of(config: Config, flat: np.ndarray) -> dict[str, torch.Tensor]:
 
 
 def transformers_model(config: Config, seed: int = 0) -> transformers.PreTrainedModel:
-    """transformers' model of these sizes in float64 with random weights, eager attention and no dropout.
+    """transformers' model of these sizes in float64 with random weights, eager attention and no dropout."""
+    from dev.write_reference import random_model
 
-    Biases and the norms' weights, which start at 0 and 1, get noise as well, so that a tensor in another's place shows.
-    """
-    import transformers
-
-    described = transformers.AutoConfig.for_model(**config_json(config, 0, 0))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation="eager").double()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter += 0.1 * torch.randn_like(parameter)
-    return model
+    return random_model(config, seed).double()
 
 
 def opinionated(config: Config) -> transformers.PreTrainedModel:
@@ -435,17 +424,6 @@ def transformers_loss(model: transformers.PreTrainedModel, tokens, targets) -> t
     tokens, targets = (torch.as_tensor(ids, dtype=torch.long, device=model.device) for ids in (tokens, targets))
     logits = model(tokens).logits
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def flat_parameters_of(model: transformers.PreTrainedModel, config: Config, gradients: bool = False) -> np.ndarray:
-    """The model's parameters, or the gradients that backward left in it, float64 (num_parameters,) in the order of our
-    table; the rows of the padded vocabulary are zeros."""
-    flat = np.zeros(num_parameters(config))
-    theirs = transformers_parameters(model)
-    for name, view, _ in named_tensors(config, name_tensors(flat, config.parameters(), config.sizes(), align=1)):
-        values = theirs[name].grad if gradients else theirs[name].detach()
-        view[...] = values.numpy().reshape(view.shape)
-    return flat
 
 
 def sample(

@@ -11,13 +11,13 @@ from llmc.files.model_file import write_model
 from llmc.step.training import Training
 from models import build_from_file
 from oracle import flat_parameters_of, transformers_model
+from support.vocabularies import LIBRARIES
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_tokenizer import LIBRARIES
 
 V = 61
 

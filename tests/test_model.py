@@ -12,16 +12,7 @@ from llmc.data.batches import Batches, fill_batch
 from llmc.model import fp8
 from llmc.model.activations import Activations, batch_sizes, choose_attention, training_tables
 from llmc.model.model import Model
-from llmc.model.tensors import (
-    ALIGNMENT,
-    Config,
-    layout,
-    num_parameters,
-    owners,
-    ranges,
-    type_of,
-    without,
-)
+from llmc.model.tensors import ALIGNMENT, Config, layout, num_parameters, owners, ranges, type_of, without
 from llmc.model.weights import randomize
 from llmc.step.update import adamw_update
 from models import (

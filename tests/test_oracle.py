@@ -1,46 +1,25 @@
 """The oracle itself: its models agree with transformers', and the guards notice what they promise to."""
 
 import math
-from dataclasses import replace
 
 import oracle
-from train_gpt2_fp32 import GPT2Config
-from train_llama3 import Llama3Config
-from train_pythia import PythiaConfig
-from train_qwen3 import Qwen3Config
+from models import FAMILIES, name_of
 
 import numpy as np
 import pytest
 import torch
 
-V = 61
-GPT2 = GPT2Config(10, V, 2, 3, 24)
-PYTHIA = PythiaConfig(10, V, 2, 3, 24, rotary=0.5)
-LLAMA3 = Llama3Config(10, V, 2, 6, 2, 24, 40, tied=False)
-CONFIGS = {
-    "gpt2": GPT2, "llama": LLAMA3, "llama, tied and scaled": replace(LLAMA3, tied=True, rope_scaling=32.0),
-    "llama, one key": replace(LLAMA3, num_kv_heads=1, norm_eps=1e-3, rope_theta=1e4),
-    "pythia": PYTHIA, "pythia, sequential": replace(PYTHIA, parallel=False, gelu="erf", norm_eps=1e-3),
-    "pythia, whole heads": replace(PYTHIA, rotary=1.0, rope_theta=50.0),
-    "qwen3": Qwen3Config(10, V, 2, 6, 2, 24, 40, head_size=10),
-}  # fmt: skip
-each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
-
-@pytest.fixture
-def batch(rng):
-    return rng.integers(0, V, (2, 7)), rng.integers(0, V, (2, 7))
-
-
-@each_config
-def test_plain_models_equal_transformers_in_logits_loss_and_gradients(batch, config):
-    model = oracle.transformers_model(config)
+@pytest.mark.parametrize("config", [each for family in FAMILIES for each in family], ids=name_of)
+def test_plain_models_equal_transformers_in_logits_loss_and_gradients(config, rng):
+    batch = rng.integers(0, config.vocab_size, (2, 2, config.max_seq_len - 1))
+    model = oracle.opinionated(config)
     want_logits, want_loss = oracle.transformers_loss(model, *batch)
     want_loss.backward()
     params = oracle.table_of(config, oracle.flat_parameters_of(model, config))
     logits, loss, gradients = oracle.gradients(config, params, *batch)
     # transformers computes RoPE's angles, and RMSNorm as a whole, in fp32 whatever the model is in.
-    tolerance = 1e-12 if config is GPT2 else 1e-6
+    tolerance = 1e-12 if config.NAME == "GPT-2" else 1e-6
     oracle.assert_close("logits", logits, want_logits, tolerance)
     oracle.assert_close("loss", loss, want_loss, tolerance)
     want = oracle.table_of(config, oracle.flat_parameters_of(model, config, gradients=True))

@@ -16,7 +16,9 @@ from llmc.data import hf_tokenizer
 from llmc.data.find_tokenizer import open_tokenizer, tokenizer_files
 from llmc.data.tokenizer import write_tokenizer
 from llmc.files.files import replacing
-from llmc.model.tensors import Config
+from llmc.model.tensors import Config, name_tensors, num_parameters
+
+import numpy as np
 
 SAVE_AGAIN = "save the model again with save_pretrained"
 read_json = partial(hf_tokenizer.read_json, remedy=SAVE_AGAIN)
@@ -66,6 +68,16 @@ def transformers_parameters(model) -> dict:
     """The parameters of a transformers model by the names that they have in files."""
     renamed = families()[model.config.model_type].RENAMED
     return {renamed.get(name, name): parameter for name, parameter in model.named_parameters()}
+
+
+def flat_parameters_of(model, config: Config, gradients: bool = False) -> np.ndarray:
+    """The parameters of a transformers model, or the gradients that backward left in it, float64 (num_parameters,) in
+    the order of our table. The rows of the padded vocabulary are 0."""
+    flat, theirs = np.zeros(num_parameters(config)), transformers_parameters(model)
+    for name, view, _ in named_tensors(config, name_tensors(flat, config.parameters(), config.sizes(), align=1)):
+        values = theirs[name].grad if gradients else theirs[name].detach()
+        view[...] = values.cpu().numpy().reshape(view.shape)
+    return flat
 
 
 def config_json(config: Config, eot: int | None = None, bos: int | None = None, dtype: str = "float32") -> dict:

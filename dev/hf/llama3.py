@@ -45,16 +45,9 @@ class Llama3Family(Family):
         return [tensor]
 
     @staticmethod
-    def config_json(config: Llama3Config) -> dict:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling,
-            "low_freq_factor": LOW,
-            "high_freq_factor": HIGH,
-            "original_max_position_embeddings": config.original_length,
-        }
+    def common_json(config) -> dict:
+        """What Qwen3's config.json has, too."""
         return {
-            "architectures": ["LlamaForCausalLM"],
             "max_position_embeddings": config.max_seq_len,
             "hidden_size": config.channels,
             "intermediate_size": config.hidden,
@@ -65,11 +58,22 @@ class Llama3Family(Family):
             "hidden_act": "silu",
             "rms_norm_eps": config.norm_eps,
             "rope_theta": config.rope_theta,
-            "rope_scaling": scaling if config.rope_scaling else None,
+            "rope_scaling": None,
             "attention_bias": False,
-            "mlp_bias": False,
             "tie_word_embeddings": config.tied,
         }
+
+    @staticmethod
+    def config_json(config: Llama3Config) -> dict:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling,
+            "low_freq_factor": LOW,
+            "high_freq_factor": HIGH,
+            "original_max_position_embeddings": config.original_length,
+        }
+        own = {"architectures": ["LlamaForCausalLM"], "mlp_bias": False}
+        return own | Llama3Family.common_json(config) | ({"rope_scaling": scaling} if config.rope_scaling else {})
 
     @staticmethod
     def read_config(given: Settings) -> Llama3Config:

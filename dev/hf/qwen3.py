@@ -28,23 +28,8 @@ class Qwen3Family(Family):
 
     @staticmethod
     def config_json(config: Qwen3Config) -> dict:
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "max_position_embeddings": config.max_seq_len,
-            "hidden_size": config.channels,
-            "intermediate_size": config.hidden,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_size,
-            "hidden_act": "silu",
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope_theta,
-            "rope_scaling": None,
-            "attention_bias": False,
-            "use_sliding_window": False,
-            "tie_word_embeddings": config.tied,
-        }
+        own = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False}
+        return own | Llama3Family.common_json(config)
 
     @staticmethod
     def read_config(given: Settings) -> Qwen3Config:
