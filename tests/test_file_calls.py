@@ -53,7 +53,7 @@ ERRORS = [f"{error}{IN_A_PROGRAM}" for error in ("EIO", "EINTR", "ENOMEM", "ESTA
 KINDS = [*FAILURES, "power cut", *ERRORS]
 ORDINARY = "killed", "EIO", "power cut", *ERRORS[:2]  # in `make test`, a few cases of each
 FEW = 4
-NAMED = re.compile("^error: .*(new|run|data|texts|mine|exported|imported|config|model|in_here)")
+NAMED = re.compile("^error: .*(new|run|data|texts|mine|exported|imported|config|model|tokenizer|in_here)")
 
 
 @cache

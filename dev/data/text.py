@@ -33,7 +33,7 @@ from dev.data.documents import KINDS, UNDECODABLE, UNDECODABLE_REMEDY, File, doc
 from dev.data.shards import ShardWriter, load_texts, open_work, remove_work
 from device.errors import UserError, counted, first_line, say
 from llmc.data.find_tokenizer import model_tokenizers, named_tokenizer, open_tokenizer
-from llmc.data.hf_tokenizer import MAX_VOCAB_SIZE
+from llmc.data.hf_tokenizer import MAX_VOCAB_SIZE, read_json
 from llmc.data.tokenizer import END_OF_TEXT, Tokenizer
 from llmc.files.files import file_size, first_word, replacing
 from llmc.files.magic import script_of
@@ -380,7 +380,7 @@ def main() -> None:
     made = [path for path in made if path.suffix in (".bin", ".json", ".jinja")]
     common.move(sorted(made, key=lambda path: (path.name == end, path)), out.parent, "-o")
     remove_work(work, lock)
-    summary = json.loads(out.with_name(end).read_text(encoding="utf-8"))
+    summary = read_json(out.with_name(end), "the data are made; start this again for the summary")
     for name, of in summary.items():
         if of != {} and name != "options":
             print(f"{name:14} {listed(of) if isinstance(of, dict) else of}")

@@ -12,6 +12,7 @@ data, too: they are added to eos_token_id. Of a checkpoint -o must say where the
     python dev/hf/export_hf.py model.bin -o gpt2_bf16.bin --dtype bf16   # the same as llm.c's file, version 5
 """
 
+import io
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from llmc.data.find_tokenizer import model_tokenizers, named_tokenizer, open_tok
 from llmc.data.hf_tokenizer import byte_letters
 from llmc.data.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer
 from llmc.files.checkpoint_dir import training_flags
+from llmc.files.directory import File
 from llmc.files.model_file import in_bf16, read_model, write_model
 from llmc.model.tensors import Config, num_parameters
 from llmc.run.arguments import Parser, a_path
@@ -115,12 +117,12 @@ def write_tokenizer(directory: Path, path: Path, tokenizer: Tokenizer, max_seq_l
     """Writes tokenizer.json, unless it is there, and tokenizer_config.json, unless it is."""
     eos, bos = (tokenizer.tokens[token].decode(errors="replace") for token in (tokenizer.eot, tokenizer.bos))
     if path.suffix != ".json":
-        (directory / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
+        write(directory / "tokenizer.json", tokenizer_json(tokenizer).encode())
         eos, bos = END_OF_TEXT, END_OF_TEXT if bos == eos else bos
     if not (directory / "tokenizer_config.json").exists():  # the token for unknown text never comes; CTranslate2 asks
         special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "bos_token": bos, "unk_token": eos}
         special |= {"model_max_length": max_seq_len}
-        (directory / "tokenizer_config.json").write_text(json.dumps(special, indent=2), "utf-8")
+        write(directory / "tokenizer_config.json", json.dumps(special, indent=2).encode())
 
 
 def with_end(ids: int | list[int] | None, eot: int | None) -> int | list[int] | None:
@@ -150,7 +152,7 @@ def write_weights(directory: Path, tensors: list[tuple[str, np.ndarray, tuple]],
             "metadata": {"total_size": itemsize * sum(values.size for _, values, _ in tensors)},
             "weight_map": {key: name for name, file in zip(names, files, strict=True) for key, _, _ in file},
         }
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
+        write(directory / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
 
 
 def write_safetensors(path: Path, tensors: list[tuple[str, np.ndarray, tuple]], dtype: str) -> None:
@@ -165,12 +167,17 @@ def write_safetensors(path: Path, tensors: list[tuple[str, np.ndarray, tuple]], 
         header[name] = {"dtype": theirs, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    with open(path, "wb") as file:
+    with io.BufferedWriter(File(path, "wb")) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, values, _ in tensors:
             whole = [np.ascontiguousarray(values, "<f4")]
             for piece in in_bf16(whole) if dtype == "bf16" else whole:
                 file.write(piece)
+
+
+def write(path: Path, content: bytes) -> None:
+    with io.BufferedWriter(File(path, "wb")) as file:
+        file.write(content)
 
 
 def export(path: Path, out: Path, given: Path | None, dtype: str = "fp32") -> None:
@@ -209,14 +216,14 @@ def export(path: Path, out: Path, given: Path | None, dtype: str = "fp32") -> No
             files = tokenizer_files(source, "")
             for name in files.keys() - {"tokenizer.bin", "config.json"} if tokenizer else ["generation_config.json"]:
                 if name in files:
-                    (part / name).write_bytes(files[name])
+                    write(part / name, files[name])
             if (generation := part / "generation_config.json").is_file():
                 kept = read_json(generation)
                 if (ends := with_end(kept.get("eos_token_id"), eot)) != kept.get("eos_token_id"):
-                    generation.write_text(json.dumps(kept | {"eos_token_id": ends}, indent=2), encoding="utf-8")
+                    write(generation, json.dumps(kept | {"eos_token_id": ends}, indent=2).encode())
             if tokenizer:
                 write_tokenizer(part, tokenizer_path, tokenizer, config.max_seq_len)
-            (part / "config.json").write_text(json.dumps(content, indent=2), "utf-8")
+            write(part / "config.json", json.dumps(content, indent=2).encode())
             os.replace(part, out)
         finally:
             shutil.rmtree(part, ignore_errors=True)
