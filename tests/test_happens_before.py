@@ -6,6 +6,7 @@ waits for which, and where ranks meet. From that vector clocks follow (Fidge, 19
 each stream have certainly been done when a work begins.
 """
 
+import functools
 from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -295,6 +296,12 @@ def test_what_streams_and_ranks_do_to_the_same_bytes_has_an_order(precision, con
     assert not races(*logs_of(config, monkeypatch, count, record=record, precision=precision, **flags))
 
 
+@functools.cache
+def usual_logs(**flags) -> tuple[list[list], dict]:
+    with pytest.MonkeyPatch.context() as patch:
+        return logs_of(CONFIGS[0], patch, **flags)
+
+
 def without_meeting(which: str):
     return lambda log: [one for one in log if one[0] != "meet" or one[1].name != which]
 
@@ -333,8 +340,8 @@ def test_a_quantized_gradient_that_is_not_waited_for_is_noticed(on_side, monkeyp
         ("urgent", "store"),   # the next step for the state
     )),
 ])  # fmt: skip
-def test_a_wait_that_is_missing_is_noticed(change, flags, monkeypatch):
-    logs, places = logs_of(CONFIGS[0], monkeypatch, **flags)
+def test_a_wait_that_is_missing_is_noticed(change, flags):
+    logs, places = usual_logs(**flags)
     with pytest.raises(AssertionError):  # or a graph ends with streams that nobody has joined
         assert not races(list(map(change, logs)), places)
 
