@@ -417,13 +417,13 @@ def test_a_compilation_that_takes_long_says_so_on_stderr(cache, two):
 def test_progress_counts_the_time_of_many_short_compilations_together(capsys, monkeypatch):
     monkeypatch.setattr("device.progress.INTERVAL", 0.1)
     monkeypatch.delenv("LLMC_QUIET")
-    one = Progress()
+    one, begun = Progress(), time.monotonic()
     one.next = 0.1
     for _ in range(10):
         with one.compiling():
             time.sleep(0.03)
-    said = capsys.readouterr()
-    assert said.out == "" and 2 <= said.err.count("compiling kernels: ") <= 3 and " of " not in said.err
+    said, seconds = capsys.readouterr(), time.monotonic() - begun
+    assert said.out == "" and 2 <= said.err.count("compiling kernels: ") <= 10 * seconds and " of " not in said.err
 
 
 def test_processes_that_compile_the_same_file_at_once_do_not_disturb_each_other(cache, two):

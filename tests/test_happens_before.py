@@ -6,7 +6,6 @@ waits for which, and where ranks meet. From that vector clocks follow (Fidge, 19
 each stream have certainly been done when a work begins.
 """
 
-import functools
 from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -296,20 +295,6 @@ def test_what_streams_and_ranks_do_to_the_same_bytes_has_an_order(precision, con
     assert not races(*logs_of(config, monkeypatch, count, record=record, precision=precision, **flags))
 
 
-@functools.cache
-def usual_logs(**flags) -> tuple[list[list], dict]:
-    with pytest.MonkeyPatch.context() as patch:
-        return logs_of(CONFIGS[0], patch, **flags)
-
-
-def without_meeting(which: str):
-    return lambda log: [one for one in log if one[0] != "meet" or one[1].name != which]
-
-
-def without_waits(name: str, other: str):
-    return lambda log: [one for one in log if one[0] != "wait" or (one[1].name, one[2].name) != (name, other)]
-
-
 @pytest.mark.parametrize("on_side", [True, False])
 def test_a_quantized_gradient_that_is_not_waited_for_is_noticed(on_side, monkeypatch):
     """The side stream multiplies it, and the main stream then writes the next one there."""
@@ -321,29 +306,37 @@ def test_a_quantized_gradient_that_is_not_waited_for_is_noticed(on_side, monkeyp
     assert any(one.startswith("fp8 dout_T 64") for one in found)
 
 
-@pytest.mark.parametrize("change, flags", [
-    (without_meeting("urgent"), {}),                                    # what is late
-    (without_meeting("patient"), {}),                                   # sums beside backward
-    (without_waits("main", "urgent"), {}),                              # AdamW for what is late
-    (without_waits("main", "urgent"), {"record": False}),
-    (without_waits("patient", "side"), {}),                             # sums beside backward for weights' gradients
-    (without_waits("urgent", "patient"), {"record": False}),            # what is late for the sums beside backward
-    (without_meeting("urgent"), {"sharded": True}),                     # what other ranks have updated
-    (without_waits("main", "urgent"), {"record": False, "sharded": True}),  # forward for that
-    (without_waits("urgent", "main"), {"record": False, "sharded": True}),  # what others updated for what reads it
-    *((without_waits(*pair), {"sharded": sharded, "offload": True}) for sharded in (False, True) for pair in (
-        ("fetch", "urgent"),   # the state for the gradients' norm
-        ("fetch", "store"),    # a buffer until it is stored
-        ("update", "fetch"),
-        ("store", "update"),
-        ("urgent", "update"),  # what reads parameters for their update
-        ("urgent", "store"),   # the next step for the state
-    )),
+OF_OFFLOAD = [
+    ("fetch", "urgent"),   # the state for the gradients' norm
+    ("fetch", "store"),    # a buffer until it is stored
+    ("update", "fetch"),
+    ("store", "update"),
+    ("urgent", "update"),  # what reads parameters for their update
+    ("urgent", "store"),   # the next step for the state
+]  # fmt: skip
+
+
+# Which stream waits, and for which other one, or where ranks meet.
+@pytest.mark.parametrize("flags, waits", [
+    ({}, [("urgent", "meet"),                 # what is late
+          ("patient", "meet"),                # sums beside backward
+          ("main", "urgent"),                 # AdamW for what is late
+          ("patient", "side")]),              # sums beside backward for the weights' gradients
+    ({"record": False}, [("main", "urgent"),
+                         ("urgent", "patient")]),  # what is late for the sums beside backward
+    ({"sharded": True}, [("urgent", "meet")]),     # what other ranks have updated
+    ({"sharded": True, "record": False}, [("main", "urgent"),    # forward for that
+                                          ("urgent", "main")]),  # that for what reads it before
+    ({"offload": True}, OF_OFFLOAD), ({"sharded": True, "offload": True}, OF_OFFLOAD),
 ])  # fmt: skip
-def test_a_wait_that_is_missing_is_noticed(change, flags):
-    logs, places = usual_logs(**flags)
-    with pytest.raises(AssertionError):  # or a graph ends with streams that nobody has joined
-        assert not races(list(map(change, logs)), places)
+def test_a_wait_that_is_missing_is_noticed(flags, waits, monkeypatch):
+    def which(one: tuple) -> tuple[str, str]:
+        return one[1].name, one[2].name if one[0] == "wait" else one[0]
+
+    logs, places = logs_of(CONFIGS[0], monkeypatch, **flags)
+    for missing in waits:
+        with pytest.raises(AssertionError):  # there is a race, or a graph ends with streams that nobody has joined
+            assert not races([[one for one in log if which(one) != missing] for log in logs], places)
 
 
 @pytest.mark.parametrize("config", [
