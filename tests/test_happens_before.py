@@ -39,8 +39,6 @@ def span(x: np.ndarray, length: int | None = None) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class Stream:
-    """A stream; or a mark, which is a copy of its stream."""
-
     rank: int
     name: str
     log: list
@@ -56,6 +54,10 @@ class Stream:
     def end_capture(self) -> None:
         self.captured = False
         self.log.append(("joined", self))
+
+
+class Mark(Stream):
+    """What its stream was when it was made."""
 
 
 class Gpu(device.CpuDevice):
@@ -80,7 +82,7 @@ class Gpu(device.CpuDevice):
 
     def mark(self, stream: Stream) -> Stream:
         assert stream.captured or not self.capturing, "a graph waits for a stream that it does not have"
-        self.log.append(("mark", stream, mark := replace(stream)))
+        self.log.append(("mark", stream, mark := Mark(**vars(stream))))
         return mark
 
     def wait(self, stream: Stream, mark: Stream) -> None:
@@ -239,7 +241,7 @@ def accesses(logs: list[list]) -> list[tuple]:
                 elif what == "wait":
                     clocks[stream] = clock(stream) | clocks[more[0]]  # of each stream the larger count
                 elif what == "joined":
-                    own = [clock(other) for other in clocks if isinstance(other, Stream) and other.rank == stream.rank]
+                    own = [clock(other) for other in clocks if type(other) is Stream and other.rank == stream.rank]
                     assert all(other <= clock(stream) for other in own), "a graph ends with streams that are not joined"
                 else:
                     name, reads, writes = more
