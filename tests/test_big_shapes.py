@@ -2,12 +2,10 @@
 small batch gives that they repeat."""
 
 import device
-from llmc.data.batches import Batches
 from llmc.model.activations import batch_sizes, training_tables
 from llmc.model.tensors import num_parameters, shape_of
-from llmc.step.training import make_training
-from models import kind_of
-from oracle import assert_close
+from models import build, forward_backward, kind_of, make_batches, names_of
+from oracle import assert_close, normal
 from train_gpt2_fp32 import GPT2Config
 from train_llama3 import Llama3Config
 from train_pythia import PythiaConfig
@@ -26,32 +24,14 @@ CONFIGS = {  # of one layer, with heads of 64 channels
 }
 
 
-class OneBatch:
-    """Always the same B sequences, over and over."""
-
-    def __init__(self, vocab_size: int):
-        self.tokens = np.random.default_rng(0).integers(0, vocab_size, (B, T + 1))
-
-    def next_batch(self, inputs, targets) -> None:
-        inputs[:], targets[:] = (np.resize(part, inputs.shape) for part in (self.tokens[:, :-1], self.tokens[:, 1:]))
-
-
-def losses_and_gradients(config, attention: str, batch_size: int, parameters: np.ndarray) -> tuple[np.ndarray, dict]:
-    training = make_training(kind_of(config), config, batch_size, T, attention, logit_rows=0)
-    model, acts, batch = training.model, training.acts, training.batch
-    device.copy_in(model.params_memory, parameters)
-    batches = Batches(batch, acts.losses, OneBatch(config.vocab_size))
-    batches.read(0, 0)
-    batches.send(0, 0)
-    model.zero_grad()
-    model.forward(acts, batch)
-    model.loss(acts, batch, dloss=1 / (batch_size * T))
-    model.backward(acts, batch)
-    batches.fetch_losses(0, 0)
-    device.synchronize()
-    return batches.losses[0, 0], {
-        name: device.to_host(getattr(model.grads, name)) for name, _ in config.parameters()
-    }
+def losses_and_gradients(config, attention: str, copies: int) -> tuple[np.ndarray, dict]:
+    """Of so many copies of a batch, one after another."""
+    parameters = 0.02 * normal(np.random.default_rng(1), num_parameters(config))
+    training = build(device, config, B * copies, T, attention, parameters, logit_rows=0)
+    inputs, targets = (np.tile(part, (copies, 1)) for part in make_batches(config, 1, B, T)[0])
+    forward_backward(device, training, inputs, targets, 1 / inputs.size)
+    gradients = {name: device.to_host(getattr(training.model.grads, name)) for name in names_of(config)}
+    return device.to_host(training.acts.losses), gradients
 
 
 @pytest.fixture
@@ -72,10 +52,8 @@ def test_a_batch_of_more_than_two_to_the_31_elements_gives_what_its_part_gives(g
     sizes = batch_sizes(config, B * COPIES, T, 0)
     large = {row[0] for table in tables for row in table if np.prod(shape_of(row[1], sizes)) > 2**31}
     assert large >= {"logits", "fch", "dfch"} | (set() if attention == "flash" else {"att"})
-    parameters = np.random.default_rng(1).standard_normal(num_parameters(config), dtype=np.float32)
-    parameters *= np.float32(0.02)
-    losses, gradients = losses_and_gradients(config, attention, B, parameters)
-    many_losses, many_gradients = losses_and_gradients(config, attention, B * COPIES, parameters)
+    losses, gradients = losses_and_gradients(config, attention, 1)
+    many_losses, many_gradients = losses_and_gradients(config, attention, COPIES)
     assert_close("losses", many_losses, np.tile(losses, (COPIES, 1)), TOLERANCE)
     for name, want in gradients.items():
         assert_close(f"d{name}", many_gradients[name], want, TOLERANCE)

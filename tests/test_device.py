@@ -2,12 +2,14 @@
 
 import re
 import time
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import device
+from conftest import refusal
 from device import ceil_div, cpu, cuda, current, from_bf16, to_bf16
 from device.cublaslt import CublasLt, Plan
-from device.errors import UserError
 from kernels import gelu
 from oracle import BF16, assert_close, guarded, kernel_tolerance, normal, to_numpy
 
@@ -85,14 +87,8 @@ def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(each_product, 
 
 
 def test_algorithms_are_not_compared_by_a_result_of_zeros():
-    lt, plan = object.__new__(CublasLt), Plan(None, (None,) * 3, ["first", "second"])
-    c, multiplied = np.ones(4, np.float32), []
-
-    def multiply(algorithm: str) -> None:
-        multiplied.append(algorithm)
-        c.fill(0)
-
-    lt.put_fastest_first(plan, multiply, c, stream=None, calls=1)
+    lt, plan, multiplied = object.__new__(CublasLt), Plan(None, (None,) * 3, ["first", "second"]), []
+    lt.put_fastest_first(plan, multiplied.append, np.zeros(4, np.float32), stream=None, calls=1)
     assert multiplied == ["first"] and not plan.timed and plan.algorithms == ["first", "second"]
 
 
@@ -193,8 +189,8 @@ def test_every_bf16_number_is_the_fp32_number_of_that_value(dev):
 
 
 def test_a_shorter_copy_goes_to_or_comes_from_the_beginning(dev):
-    array, part = dev.zeros((2, 5), np.int32), np.array([7, 8, 9], dtype=np.int32)
-    dev.copy_in(array, part)
+    array = dev.zeros((2, 5), np.int32)
+    dev.copy_in(array, np.array([7, 8, 9], np.int32))
     back = dev.pinned((4,), np.int32)
     dev.copy_out(back, array)
     dev.synchronize()
@@ -205,9 +201,8 @@ def test_a_shorter_copy_goes_to_or_comes_from_the_beginning(dev):
 def test_host_copies_are_new_arrays(dev):
     host = np.ones(3, np.float32)
     array = dev.asarray(host)
-    host[:] = 2
-    first = dev.to_host(array)
-    first[:] = 3
+    for copy in host, dev.to_host(array):
+        copy[:] = 2
     assert dev.to_host(array).tolist() == [1, 1, 1]
     dev.fill_zero(array)
     assert dev.to_host(array).tolist() == [0, 0, 0]
@@ -222,17 +217,14 @@ def test_events_come_to_pass_in_order(dev):
 def test_an_inner_observer_sees_what_is_launched_first_and_its_work_calls_the_outer_one(dev):
     seen = []
 
-    def observer(of: str):
-        def observe(name, arguments, work):
-            seen.append(f"{of} sees {name} of {', '.join(arguments)}")
-            work()
-            seen.append(f"{of} is done")
-
-        return observe
+    def observer(of: str, name: str, arguments: dict, work) -> None:
+        seen.append(f"{of} sees {name} of {', '.join(arguments)}")
+        work()
+        seen.append(f"{of} is done")
 
     array, other = dev.asarray(np.ones(3, np.float32)), dev.zeros((3,))
-    with dev.observe(observer("outer")):
-        with dev.observe(observer("inner")):
+    with dev.observe(partial(observer, "outer")):
+        with dev.observe(partial(observer, "inner")):
             dev.fill_zero(array)
         dev.copy(dst=array, src=other)
     dev.fill_zero(array)
@@ -262,30 +254,32 @@ def test_all_kernel_files_are_compiled_at_once(dev, monkeypatch):
 ])  # fmt: skip
 def test_a_warp_of_another_size_and_no_number_of_threads_are_refused(name, wish, says, monkeypatch):
     monkeypatch.setenv(f"LLMC_CPU_{name}", wish)
-    with pytest.raises(UserError, match=f"LLMC_CPU_{name} is {wish}; {says}"):
-        device.use("cpu")
+    assert refusal(device.use, "cpu") == f"LLMC_CPU_{name} is {wish}; {says}"
 
 
 def test_scratch_is_reused_and_grows_and_an_old_view_stays_valid(dev):
-    first = device.scratch("partials", (3, 4), np.float32)
+    def scratch(*shape: int, dtype=np.float32):
+        return device.scratch("partials", shape, dtype)
+
+    first = scratch(3, 4)
     assert first.shape == (3, 4) and first.dtype == np.float32
-    assert device.address(device.scratch("partials", (24,), np.uint16)) == device.address(first), "one region"
-    assert device.address(device.scratch("partials", (2,), np.float32)) == device.address(first)
+    for again in scratch(24, dtype=np.uint16), scratch(2):
+        assert device.address(again) == device.address(first), "one region"
 
     device.copy(first, dev.asarray(np.arange(12, dtype=np.float32).reshape(3, 4)))
-    larger = device.scratch("partials", (5, 4), np.float32)  # which the region has no room for
+    larger = scratch(5, 4)  # which the region has no room for
     device.fill_zero(larger)
     assert larger.shape == (5, 4) and not device.touch([extent(larger)], [extent(first)])
     assert np.array_equal(dev.to_host(first), np.arange(12).reshape(3, 4)), "a recorded step may still use it"
-    assert device.address(device.scratch("partials", (3, 4), np.float32)) == device.address(first), "as in its notes"
-    assert device.address(device.scratch("partials", (13,), np.float32)) == device.address(larger)
+    assert device.address(scratch(3, 4)) == device.address(first), "as in its notes"
+    assert device.address(scratch(13)) == device.address(larger)
 
 
 def test_two_purposes_of_scratch_never_overlap(dev):
     purposes = "input_T", "weight_T"
     views = [device.scratch(purpose, (size,), np.float32) for size in (5, 900, 7) for purpose in purposes]
-    for i, one in enumerate(views):
-        assert not device.touch([extent(one)], [extent(other) for other in views[1 - i % 2 :: 2]])
+    for one, other in product(views[::2], views[1::2]):
+        assert not device.touch([extent(one)], [extent(other)])
 
 
 def test_scratch_that_is_reserved_is_not_allocated_in_a_step(dev, monkeypatch):
@@ -302,13 +296,13 @@ def extent(array) -> tuple[int, int]:
 
 
 def test_cupys_folder_becomes_ours_alone_or_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cupy" / "cache"))
+    folder = tmp_path / "cupy" / "cache"
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(folder))
     cuda.check_cupys_cache()
-    assert (tmp_path / "cupy" / "cache").stat().st_mode & 0o777 == 0o700
-    (tmp_path / "cupy" / "cache" / "kernel.cubin").touch()
-    (tmp_path / "cupy" / "cache" / "kernel.cubin").chmod(0o666)
-    with pytest.raises(UserError, match="kernel.cubin belongs to another user, or can be written by one: remove it"):
-        cuda.check_cupys_cache()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / "kernel.cubin").touch()
+    (folder / "kernel.cubin").chmod(0o666)
+    said = refusal(cuda.check_cupys_cache)
+    assert "kernel.cubin belongs to another user, or can be written by one: remove it" in said
     monkeypatch.setenv("CUPY_CACHE_DIR", "/proc/none")
-    with pytest.raises(UserError, match="/proc/none: no such file or directory: set CUPY_CACHE_DIR"):
-        cuda.check_cupys_cache()
+    assert refusal(cuda.check_cupys_cache).startswith("/proc/none: no such file or directory: set CUPY_CACHE_DIR")

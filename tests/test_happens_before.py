@@ -27,10 +27,6 @@ import numpy as np
 import pytest
 
 N, B, T = 2, 2, 8
-OF_PARTS = {
-    "model": ("params_memory", "grads_memory"), "adamw": ("m", "v", "low", "grad_norm"),
-    "exchange": ("sums",),
-}  # fmt: skip
 OTHERS_OF_GPU = ("side", "urgent", "patient", "fetch", "update", "store")  # its streams beside the main one
 RECEIVED = ("received", "wte_values", "wte_indices")
 
@@ -60,10 +56,8 @@ class Stream:
         self.log.append(("joined", self))
 
 
-@dataclass(eq=False)
-class Mark:
-    stream: Stream
-    captured: bool
+class Mark(Stream):
+    """What its stream was when it was made."""
 
 
 class Gpu(device.CpuDevice):
@@ -86,12 +80,12 @@ class Gpu(device.CpuDevice):
         for name in OTHERS_OF_GPU:
             setattr(self, f"{name}_stream", Stream(self.rank, name, self.log))
 
-    def mark(self, stream: Stream) -> "Mark":
+    def mark(self, stream: Stream) -> Stream:
         assert stream.captured or not self.capturing, "a graph waits for a stream that it does not have"
-        self.log.append(("mark", stream, mark := Mark(stream, stream.captured)))
+        self.log.append(("mark", stream, mark := Mark(**vars(stream))))
         return mark
 
-    def wait(self, stream: Stream, mark: "Mark") -> None:
+    def wait(self, stream: Stream, mark: Stream) -> None:
         stream.captured |= mark.captured
         self.log.append(("wait", stream, mark))
 
@@ -103,7 +97,7 @@ class Gpu(device.CpuDevice):
 
     def launch(self, name: str, arguments: dict, work) -> None:
         if name == "sum_kernel":
-            self.note(name, *touched_by_sum(SimpleNamespace(**{f"{key}_": value for key, value in arguments.items()})))
+            self.note(name, *touched_by_sum(arguments))
         elif name == "gather_rows_kernel":
             self.note(name, *touched_by_rows(SimpleNamespace(**arguments), self.rows))
         else:
@@ -128,20 +122,18 @@ class Gpu(device.CpuDevice):
         return SimpleNamespace(launch=launch)
 
 
-def touched_by_sum(a: SimpleNamespace) -> tuple[list, list]:
+def touched_by_sum(a: dict) -> tuple[list, list]:
     """What a call of sum_kernel reads and writes, by its definition."""
-    pieces = a.pieces_.reshape(-1, 4).tolist()
-    width = device.width()
+    pieces, width, reads, writes = a["pieces"].reshape(-1, 4).tolist(), device.width(), [], []
     vectors = pieces[-1][0] + -(-(pieces[-1][2] - pieces[-1][1]) // width)
-    begin, stop = vectors * a.share_ // a.shares_, vectors * (a.share_ + 1) // a.shares_
-    reads, writes = [], []
+    begin, stop = (vectors * share // a["shares"] for share in (a["share"], a["share"] + 1))
     for before, start, end, shift in pieces:
         first = start + width * max(0, begin - before)
         last = min(end, start + width * (stop - before))
         if first < last:
-            of_buffers = [(int(x), 0 if r == a.own_ else shift) for r, x in enumerate(a.from_)]
+            of_buffers = [(int(x), 0 if r == a["own"] else shift) for r, x in enumerate(a["from"])]
             reads += [(x + 4 * (first + shift), x + 4 * (last + shift)) for x, shift in of_buffers]
-            writes += [(int(x) + 4 * first, int(x) + 4 * last) for x in a.to_]
+            writes += [(int(x) + 4 * first, int(x) + 4 * last) for x in a["to"]]
     return reads, writes
 
 
@@ -201,16 +193,18 @@ def logs_of(config, monkeypatch, count=1, record=True, precision="fp32", **flags
     device.use_precision(precision)
     trainings, logs, places, scratch = [], [], {}, []
     for rank[0] in range(N):
-        trainings.append(make_training(kind_of(config), config, B, T, "softmax", weight_decay=0.1, **flags))
-        parts = {part: getattr(trainings[-1], part) for part in OF_PARTS}
-        arrays = {name: getattr(parts[part], name) for part, names in OF_PARTS.items() for name in names}
-        if precision == "fp8":
-            arrays["quantized weights"] = trainings[-1].model.fp8.memory
-        arrays |= {name: shared_arrays[name].arrays[-1] for name in RECEIVED if name in shared_arrays}
+        training = make_training(kind_of(config), config, B, T, "softmax", weight_decay=0.1, **flags)
+        trainings.append(training)
+        model, adamw = training.model, training.adamw
+        arrays = {
+            "parameters": model.params_memory, "gradients": model.grads_memory, "m": adamw.m, "v": adamw.v,
+            "low": adamw.low, "grad_norm": adamw.grad_norm, "sums": training.exchange.sums,
+            "quantized weights": model.fp8.memory if precision == "fp8" else None,
+        } | {name: shared_arrays[name].arrays[-1] for name in RECEIVED if name in shared_arrays}  # fmt: skip
         if flags.get("offload"):
-            buffers = parts["adamw"].offload.buffers
-            arrays |= {f"row {k} of buffer {i}": x for i, rows in enumerate(buffers) for k, x in enumerate(rows)}
-            arrays["rates"] = parts["adamw"].offload.rates
+            rows = enumerate(adamw.offload.buffers)
+            arrays |= {f"row {k} of buffer {i}": x for i, buffer in rows for k, x in enumerate(buffer)}
+            arrays["rates"] = adamw.offload.rates
         places |= {f"{name} of rank {rank[0]}": span(x) for name, x in arrays.items() if x is not None}
     gpu = Gpu()
     device.current.device = gpu
@@ -247,7 +241,7 @@ def accesses(logs: list[list]) -> list[tuple]:
                 elif what == "wait":
                     clocks[stream] = clock(stream) | clocks[more[0]]  # of each stream the larger count
                 elif what == "joined":
-                    own = [clock(other) for other in clocks if isinstance(other, Stream) and other.rank == stream.rank]
+                    own = [clock(other) for other in clocks if type(other) is Stream and other.rank == stream.rank]
                     assert all(other <= clock(stream) for other in own), "a graph ends with streams that are not joined"
                 else:
                     name, reads, writes = more
@@ -282,20 +276,16 @@ def races(logs: list[list], places: dict) -> set[str]:
 
 OTHERS = [config for config, attention in ONE_OF_EACH if attention == "softmax"]
 CONFIGS = [replace(ODD, num_layers=3), *OTHERS, replace(ODD, num_layers=1)]
+EVEN_CHANNELS = replace(ODD, num_layers=3, num_heads=2, channels=20)  # so that in bf16 tensors begin at words
+QUANTIZED = Llama3Config(32, 101, 2, 4, 2, 64, 80, tied=False)  # with weights of several shapes
+CASES = [  # precision, model, batches a step, recorded
+    *(("fp32", config, 1, True) for config in CONFIGS), ("fp32", CONFIGS[0], 2, True), ("fp32", CONFIGS[0], 1, False),
+    ("bf16", EVEN_CHANNELS, 1, True), ("fp8", QUANTIZED, 1, True), ("fp8", QUANTIZED, 2, True),
+    ("fp8", GPT2Config(32, 101, 2, 2, 48), 1, True), ("fp8", PythiaConfig(32, 101, 2, 2, 32), 1, True),
+]  # fmt: skip
 FLAGS = [{}, {"grad_clip": 0.1}, {"sharded": True}, {"sharded": True, "grad_clip": 0.1}, {"bitwise": True},
          {"sharded": True, "bitwise": True}, {"offload": True}, {"sharded": True, "offload": True},
-         {"sharded": True, "bitwise": True, "offload": True}]
-EVEN_CHANNELS = replace(ODD, num_layers=3, num_heads=2, channels=20)  # so that in bf16 tensors begin at words
-CASES = [(config, 1, True) for config in CONFIGS] + [(CONFIGS[0], 2, True), (CONFIGS[0], 1, False)]
-QUANTIZED = Llama3Config(32, 101, 2, 4, 2, 64, 80, tied=False)  # with weights of several shapes
-CASES = [("fp32", *case) for case in CASES] + [("bf16", EVEN_CHANNELS, 1, True)]
-CASES += [("fp8", QUANTIZED, 1, True), ("fp8", QUANTIZED, 2, True)]
-CASES += [("fp8", config, 1, True) for config in (GPT2Config(32, 101, 2, 2, 48), PythiaConfig(32, 101, 2, 2, 32))]
-
-
-def assert_no_race(logs: list[list], places: dict) -> None:
-    found = races(logs, places)
-    assert not found
+         {"sharded": True, "bitwise": True, "offload": True}]  # fmt: skip
 
 
 # The exchange knows no model: in the ordinary run the first case has all flags, and the others have some.
@@ -304,15 +294,7 @@ def assert_no_race(logs: list[list], places: dict) -> None:
     for case in CASES for flags in FLAGS
 ], ids=str)  # fmt: skip
 def test_what_streams_and_ranks_do_to_the_same_bytes_has_an_order(precision, config, count, record, flags, monkeypatch):
-    assert_no_race(*logs_of(config, monkeypatch, count, record=record, precision=precision, **flags))
-
-
-def without_meeting(which: str):
-    return lambda log: [one for one in log if one[0] != "meet" or one[1].name != which]
-
-
-def without_waits(name: str, other: str):
-    return lambda log: [one for one in log if one[0] != "wait" or (one[1].name, one[2].stream.name) != (name, other)]
+    assert not races(*logs_of(config, monkeypatch, count, record=record, precision=precision, **flags))
 
 
 @pytest.mark.parametrize("on_side", [True, False])
@@ -326,36 +308,37 @@ def test_a_quantized_gradient_that_is_not_waited_for_is_noticed(on_side, monkeyp
     assert any(one.startswith("fp8 dout_T 64") for one in found)
 
 
-@pytest.mark.parametrize("change, record, sharded", [
-    (without_meeting("urgent"), True, False),           # what is late
-    (without_meeting("patient"), True, False),          # sums beside backward
-    (without_waits("main", "urgent"), True, False),     # AdamW for what is late
-    (without_waits("main", "urgent"), False, False),
-    (without_waits("patient", "side"), True, False),    # sums beside backward for the weights' gradients
-    (without_waits("urgent", "patient"), False, False), # what is late for the sums beside backward
-    (without_meeting("urgent"), True, True),            # what other ranks have updated
-    (without_waits("main", "urgent"), False, True),     # forward for that
-    (without_waits("urgent", "main"), False, True),     # what other ranks have updated for what reads it before
-])  # fmt: skip
-def test_a_wait_that_is_missing_is_noticed(change, record, sharded, monkeypatch):
-    logs, places = logs_of(CONFIGS[0], monkeypatch, record=record, sharded=sharded)
-    with pytest.raises(AssertionError):
-        assert_no_race(list(map(change, logs)), places)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("name, other", [
+OF_OFFLOAD = [
     ("fetch", "urgent"),   # the state for the gradients' norm
     ("fetch", "store"),    # a buffer until it is stored
     ("update", "fetch"),
     ("store", "update"),
     ("urgent", "update"),  # what reads parameters for their update
     ("urgent", "store"),   # the next step for the state
+]  # fmt: skip
+
+
+# Which stream waits, and for which other one, or where ranks meet.
+@pytest.mark.parametrize("flags, waits", [
+    ({}, [("urgent", "meet"),                 # what is late
+          ("patient", "meet"),                # sums beside backward
+          ("main", "urgent"),                 # AdamW for what is late
+          ("patient", "side")]),              # sums beside backward for the weights' gradients
+    ({"record": False}, [("main", "urgent"),
+                         ("urgent", "patient")]),  # what is late for the sums beside backward
+    ({"sharded": True}, [("urgent", "meet")]),     # what other ranks have updated
+    ({"sharded": True, "record": False}, [("main", "urgent"),    # forward for that
+                                          ("urgent", "main")]),  # that for what reads it before
+    ({"offload": True}, OF_OFFLOAD), ({"sharded": True, "offload": True}, OF_OFFLOAD),
 ])  # fmt: skip
-def test_a_wait_of_what_passes_through_the_device_that_is_missing_is_noticed(name, other, sharded, monkeypatch):
-    logs, places = logs_of(CONFIGS[0], monkeypatch, sharded=sharded, offload=True)
-    with pytest.raises(AssertionError):
-        assert_no_race(list(map(without_waits(name, other), logs)), places)
+def test_a_wait_that_is_missing_is_noticed(flags, waits, monkeypatch):
+    def which(one: tuple) -> tuple[str, str]:
+        return one[1].name, one[2].name if one[0] == "wait" else one[0]
+
+    logs, places = logs_of(CONFIGS[0], monkeypatch, **flags)
+    for missing in waits:
+        with pytest.raises(AssertionError):  # there is a race, or a graph ends with streams that nobody has joined
+            assert not races([[one for one in log if which(one) != missing] for log in logs], places)
 
 
 @pytest.mark.parametrize("config", [
@@ -384,5 +367,4 @@ def test_a_gather_that_is_not_waited_for_is_noticed(config, monkeypatch):
 def test_rows_of_the_embedding_that_are_not_waited_for_are_noticed(monkeypatch):
     monkeypatch.setattr(embedding_rows.EmbeddingRows, "gather", lambda self, wte, C: setattr(
         self, "embedding", [range_in(wte, self.model.params_memory)]))  # fmt: skip
-    with pytest.raises(AssertionError):
-        assert_no_race(*logs_of(CONFIGS[0], monkeypatch, sharded=True))
+    assert races(*logs_of(CONFIGS[0], monkeypatch, sharded=True))

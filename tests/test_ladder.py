@@ -157,7 +157,7 @@ def test_the_microscope_counts_what_the_pages_say(watched):
 @pytest.mark.long
 def test_every_rung_compiles_for_a_gpu_and_spills_next_to_nothing(pytestconfig):
     pytest.importorskip("cupy.cuda", reason="CuPy, which binds NVRTC, is not installed")
-    from test_nvrtc import compiled
+    from support.nvrtc import compiled
 
     builds = [(ladder.LADDER / f"{name}.cu", "bf16" if topic.bf16 else "fp32") for name, topic in TOPICS.items()]
     with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter's lock

@@ -82,18 +82,16 @@ def test_what_is_not_finite_is_handed_on(product_dev, name, rng):
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("relu", [False, True])
 def test_cached_attention_shows_a_nan_where_a_query_sees_it_and_nowhere_else(product_dev, rng, relu, splits):
-    dev = product_dev
     NH, HS = 2, 20
     qkv = normal(rng, 1, 130, 3 * NH, HS)
     for s, of in ((5, NH), (100, 2 * NH), (129, 0)):  # a key, a value, a query, of the first head
         broken = qkv.copy()
         broken[0, s, of, 3] = np.nan
-        NKV, caches = NH, np.zeros((2, 1, NH, 192, HS), np.float32)
-        caches[:, 0, :, :129] = broken[0, :129, NH:].reshape(129, 2, NKV, HS).transpose(1, 2, 0, 3)
-        keys, values = (dev.asarray(cache) for cache in caches)
-        out = dev.zeros((1, 1, NH, HS))
-        new, starts = dev.asarray(broken[:, 129:].copy()), dev.asarray(np.array([129], np.int32))
-        cached_attention_forward(out, Cached(keys, values, starts, relu), new, 1, 1, NH, NKV, HS, splits)
+        caches = np.zeros((2, 1, NH, 192, HS), np.float32)
+        caches[:, 0, :, :129] = broken[0, :129, NH:].reshape(129, 2, NH, HS).transpose(1, 2, 0, 3)
+        starts, out = np.array([129], np.int32), device.zeros((1, 1, NH, HS))
+        keys, values, new, starts = map(device.asarray, (*caches, broken[:, 129:].copy(), starts))
+        cached_attention_forward(out, Cached(keys, values, starts, relu), new, 1, 1, NH, NH, HS, splits)
         found = np.isnan(to_numpy(out)[0, 0])
         assert found[0].all() if of < 2 * NH else found[0, 3] and found[0].sum() == 1
         assert not found[1].any()

@@ -17,14 +17,13 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ORDERS = ["forward", "shuffled"]
 launched: set[str] = set()
 
 
 def results_by_order(run: Callable[[], None], arrays: list[np.ndarray], monkeypatch) -> list[list[bytes]]:
     """What the arrays hold after run() in each order, each time from what they hold now."""
     before, results = [array.copy() for array in arrays], []
-    for order in ORDERS:
+    for order in "forward", "shuffled":
         monkeypatch.setenv("LLMC_CPU_ORDER", order)
         for array, values in zip(arrays, before, strict=True):
             array[...] = values
@@ -48,8 +47,7 @@ def seen(monkeypatch) -> SimpleNamespace:
         (seen.kernels if forward == shuffled else seen.dependent).add(kernel.name)
 
     monkeypatch.setattr(cpp.Kernel, "__call__", run_in_each_order)
-    yield seen
-    device.use_precision("fp32")
+    return seen
 
 
 @pytest.mark.parametrize("name, hard", [

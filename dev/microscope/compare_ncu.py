@@ -59,37 +59,29 @@ def main() -> None:
             LAUNCHES[name].prepare(LAUNCHES[name].sizes)()
             device.synchronize()
         return
-    counted = kept_counts() if args.ours else counts_of_ncu()
-    recorded = {row["launcher"] for row in json.loads(KEPT.read_text("utf-8"))["rows"]} if args.ours else None
+    kept = json.loads(KEPT.read_text("utf-8")) if args.ours else {"machine": "", "kernels": counts_of_ncu()}
+    launchers = {row["launcher"] for row in kept["kernels"]} if args.ours else {name_of(*run) for run in RUNS}
     use_microscope()
-    rows, at = [], iter(counted)
+    watched = []
     for launcher, precision in RUNS:
-        name = name_of(launcher, precision)
-        if args.ours and name not in recorded:
-            continue
-        device.use_precision(precision)
-        for one in watch(LAUNCHES[launcher], LAUNCHES[launcher].sizes):
-            kernel, theirs = next(at)
-            if kernel != one.kernel:
-                raise UserError(f"ncu saw {kernel} where {name} launches {one.kernel}")
-            for counter, ours in counts_of(one).items():
-                if counter not in theirs:
-                    continue
-                row = {"launcher": name, "kernel": kernel, "counter": counter, "ours": ours, "ncu": theirs[counter]}
-                rows.append(row)
-    if next(at, None):
-        raise UserError("ncu saw more kernels than the microscope")
+        if (name := name_of(launcher, precision)) in launchers:
+            device.use_precision(precision)
+            watched += [(name, one) for one in watch(LAUNCHES[launcher], LAUNCHES[launcher].sizes)]
+    if [one.kernel for _, one in watched] != [row["kernel"] for row in kept["kernels"]]:
+        raise UserError("ncu saw other kernels than the microscope")
+    for row, (name, one) in zip(kept["kernels"], watched, strict=True):
+        row |= {"launcher": name, "ours": {key: count for key, count in counts_of(one).items() if key in row["ncu"]}}
     if not args.ours:
         device.use("cuda")
-    machine = json.loads(KEPT.read_text("utf-8"))["machine"] if args.ours else device.name
-    kept = {"machine": machine, "rows": rows}
+        kept["machine"] = device.name
     with replacing(KEPT) as file:
-        file.write(json.dumps(kept, indent=None).replace("}, {", "},\n{").encode() + b"\n")
-    agree = [row for row in rows if row["ours"] == row["ncu"]]
-    for row in rows:
-        if row["ours"] != row["ncu"]:
-            print(f"{row['launcher']:36} {row['kernel']:44} {row['counter']:24} {row['ours']:>9,} {row['ncu']:>9,}")
-    print(f"{len(agree)} of {len(rows)} counts agree exactly; {KEPT.name} has all")
+        file.write(json.dumps(kept).replace("}}, {", "}},\n{").encode() + b"\n")
+    counts = [(row, counter) for row in kept["kernels"] for counter in row["ncu"]]
+    differ = [(row, counter) for row, counter in counts if row["ours"][counter] != row["ncu"][counter]]
+    for row, counter in differ:
+        numbers = f"{row['ours'][counter]:>9,} {row['ncu'][counter]:>9,}"
+        print(f"{row['launcher']:36} {row['kernel']:44} {counter:24} {numbers}")
+    print(f"{len(counts) - len(differ)} of {len(counts)} counts agree exactly; {KEPT.name} has all")
 
 
 def name_of(launcher: str, precision: str) -> str:
@@ -97,18 +89,7 @@ def name_of(launcher: str, precision: str) -> str:
     return f"{launcher} bf16" if precision == "bf16" else launcher
 
 
-def kept_counts() -> list[tuple[str, dict[str, int]]]:
-    """What `counts_of_ncu` gave when the comparison was kept."""
-    kernels: list[tuple[str, str, dict[str, int]]] = []
-    for row in json.loads(KEPT.read_text("utf-8"))["rows"]:
-        new = not kernels or kernels[-1][:2] != (row["launcher"], row["kernel"]) or row["counter"] in kernels[-1][2]
-        if new:
-            kernels.append((row["launcher"], row["kernel"], {}))
-        kernels[-1][2][row["counter"]] = row["ncu"]
-    return [(kernel, counts) for _, kernel, counts in kernels]
-
-
-def counts_of_ncu() -> list[tuple[str, dict[str, int]]]:
+def counts_of_ncu() -> list[dict]:
     """The kernels of kernels/ in the order of their launches, with their counters."""
     if not shutil.which("ncu"):
         raise UserError("ncu is not on the PATH; it comes with NVIDIA's CUDA toolkit or Nsight Compute")
@@ -121,13 +102,13 @@ def counts_of_ncu() -> list[tuple[str, dict[str, int]]]:
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     if done.returncode or not lines:
         raise UserError(f"ncu failed: {(done.stdout + done.stderr).strip().splitlines()[-1]}")
-    kernels: dict[str, tuple[str, dict[str, int]]] = {}
+    kernels: dict[str, dict] = {}
+    counters = {metric: counter for counter, metric in COUNTERS.items()}
     for row in csv.DictReader(lines):
-        name, metric = row["Kernel Name"].partition("(")[0], row["Metric Name"]
-        counter = next(key for key, value in COUNTERS.items() if value == metric)
-        value = row["Metric Value"].replace(",", "")
+        name, value = row["Kernel Name"].partition("(")[0], row["Metric Value"].replace(",", "")
         if name in FILES:  # and not a cuBLAS kernel
-            kernels.setdefault(row["ID"], (name, {}))[1][counter] = int(float(value))
+            kernel = kernels.setdefault(row["ID"], {"launcher": "", "kernel": name, "ours": {}, "ncu": {}})
+            kernel["ncu"][counters[row["Metric Name"]]] = int(float(value))
     return list(kernels.values())
 
 

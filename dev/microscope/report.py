@@ -47,13 +47,7 @@ class Line:
 def lines_of(watched: Watched) -> Iterator[Line]:
     """The accesses to memory, by line, kind, array and size, in the order of the source."""
     steps = watched.steps[watched.steps["array"] >= 0]
-    by_pc = {pc: (place.file != watched.file.name, place.file, place.line) for pc, place in watched.places.items()}
-    groups: dict[tuple, list[int]] = {}
-    keys = np.unique(steps[["pc", "kind", "array", "size"]])
-    for key in keys:
-        pc, kind, array, size = (int(x) for x in key)
-        groups.setdefault((*by_pc[pc], kind, array, size), []).append(pc)
-    for (*_, kind, array, size), pcs in sorted(groups.items()):
+    for pcs, kind, array, size in groups_of(watched, steps, "kind", "array", "size"):
         of_line = (steps["kind"] == kind) & (steps["array"] == array) & (steps["size"] == size)
         mine = steps[of_line & np.isin(steps["pc"], pcs)]
         active = lanes_of(mine)
@@ -67,6 +61,16 @@ def lines_of(watched: Watched) -> Iterator[Line]:
             line.sectors = int(distinct(sectors_of(mine)).sum())
             line.used = int(distinct(np.where(active, mine["offset"], -1)).sum()) * size
         yield line
+
+
+def groups_of(watched: Watched, steps: np.ndarray, *fields: str) -> list[tuple]:
+    """For each line and each combination of these fields in the steps: (its addresses, *fields). In the order of the
+    source."""
+    groups: dict[tuple, list[int]] = {}
+    for pc, *values in np.unique(steps[["pc", *fields]]).tolist():
+        place = watched.places[pc]
+        groups.setdefault((place.file != watched.file.name, place.file, place.line, *values), []).append(pc)
+    return [(pcs, *values) for (_, _, _, *values), pcs in sorted(groups.items())]
 
 
 def table(watched: Watched) -> str:
@@ -99,11 +103,7 @@ def table(watched: Watched) -> str:
 def waits_of(watched: Watched) -> Iterator[tuple[Place, str, int, float]]:
     """Barriers and what lanes exchange, by line: how often a warp came there, and with how many lanes."""
     steps = watched.steps[watched.steps["array"] < 0]
-    groups: dict[tuple, list[int]] = {}
-    for pc, what in np.unique(steps[["pc", "what"]]):
-        place = watched.places[int(pc)]
-        groups.setdefault((place.file != watched.file.name, place.file, place.line, int(what)), []).append(int(pc))
-    for (*_, what), pcs in sorted(groups.items()):
+    for pcs, what in groups_of(watched, steps, "what"):
         mine = steps[(steps["what"] == what) & np.isin(steps["pc"], pcs)]
         yield watched.places[pcs[0]], watched.names[what], len(mine), lanes_of(mine).sum() / len(mine)
 

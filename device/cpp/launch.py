@@ -66,22 +66,19 @@ class Parameter:
             return _pointer_converter(where, self.type)
         if self.type == "TensorMap":
             return np.ndarray.tobytes
-        if self.type in ("float", "double"):
-            wanted = np.float32 if self.type == "float" else np.float64
+        wanted = {"float": np.float32, "double": np.float64}.get(self.type)
 
-            def floating(value):
-                if type(value) is not wanted:
-                    raise TypeError(f"{where} takes numpy.{wanted.__name__}, not {type(value).__name__}")
-                return value
-
-            return floating
+        def floating(value):
+            if type(value) is not wanted:
+                raise TypeError(f"{where} takes numpy.{wanted.__name__}, not {type(value).__name__}")
+            return value
 
         def integer(value):
             if type(value) is not int and not isinstance(value, np.integer):
                 raise TypeError(f"{where} takes an int, not {type(value).__name__}")
             return value
 
-        return integer
+        return floating if wanted else integer
 
 
 def _pointer_converter(where: str, c_type: str) -> Callable:

@@ -213,8 +213,10 @@ static Library find_library(const Kernel* kernel) {
 }
 #include "microscope.h"
 namespace llmc {
+#define MICROSCOPE(...) microscope::__VA_ARGS__
 const bool EACH_THREAD_IS_A_FIBER = true;   // from its start: the microscope asks which thread it is
 #else
+#define MICROSCOPE(...)
 const bool EACH_THREAD_IS_A_FIBER = false;
 #endif
 
@@ -372,9 +374,7 @@ static unsigned choose_thread(Worker& w) {
 }
 
 static void release_barrier(Worker& w) {
-#ifdef LLMC_MICROSCOPE
-    microscope::barrier_passed();
-#endif
+    MICROSCOPE(barrier_passed());
     for (unsigned warp = 0; warp < w.warps; warp++) w.ready[warp] |= w.at_barrier[warp], w.at_barrier[warp] = 0;
     w.at_barrier_count = 0;
 }
@@ -397,10 +397,8 @@ static void try_meeting(Worker& w, unsigned warp, unsigned lane) {
             return abandon(w, ": lanes of a warp meet at " + waits_at(one) + " and " + waits_at(fibers[i]));
         all[i] = fibers[i].mine;
     }
-#ifdef LLMC_MICROSCOPE
-    microscope::met(w, warp, wanted, one.what);
-    microscope::Pause pause;
-#endif
+    MICROSCOPE(met(w, warp, wanted, one.what));
+    MICROSCOPE(Pause pause);
     one.together(all);
     w.at_meeting[warp] &= ~wanted;
     w.ready[warp] |= wanted;
@@ -477,9 +475,7 @@ static Fiber& wait_at(Worker& w, Index thread, const char* what, const char* fil
 
 void block_wait(Index thread, const char* what, const char* file, int line) {
     Worker& w = *self;
-#ifdef LLMC_MICROSCOPE
-    microscope::wait(__builtin_return_address(0), microscope::BARRIER, what);
-#endif
+    MICROSCOPE(wait(__builtin_return_address(0), microscope::BARRIER, what));
     if (w.threads == 1) return;
     wait_at(w, thread, what, file, line);
     w.at_barrier[w.current / w.warp_size] |= 1u << w.current % w.warp_size;
@@ -490,9 +486,7 @@ void block_wait(Index thread, const char* what, const char* file, int line) {
 void warp_wait(Index thread, unsigned mask, void* mine, Together together, const char* what, const char* file,
                int line) {
     Worker& w = *self;
-#ifdef LLMC_MICROSCOPE
-    microscope::wait(__builtin_return_address(0), microscope::MEETING, what);
-#endif
+    MICROSCOPE(wait(__builtin_return_address(0), microscope::MEETING, what));
     Fiber& me = wait_at(w, thread, what, file, line);
     unsigned warp = w.current / w.warp_size, lane = w.current % w.warp_size;
     me.mask = mask, me.mine = mine, me.together = together;
@@ -509,9 +503,7 @@ void mbarrier_add(MBarrier& barrier, int arrivals, int bytes) {
     barrier.missing -= arrivals, barrier.bytes -= bytes;
     if (barrier.missing || barrier.bytes) return;
     barrier.missing = barrier.count, barrier.parity = !barrier.parity;
-#ifdef LLMC_MICROSCOPE
-    microscope::barrier_passed();           // so a race between threads that no mbarrier orders may go unseen
-#endif
+    MICROSCOPE(barrier_passed());    // so a race between threads that no mbarrier orders may go unseen
     for (unsigned warp = 0; warp < (w.fibers ? w.warps : 0); warp++)
         w.ready[warp] |= w.at_mbarrier[warp], w.at_mbarrier[warp] = 0;
 }
@@ -534,9 +526,7 @@ static void run_block(Worker& w, uint64_t n) {
     w.builtins.blockIdx = {int(n % grid_dim.x), int(n / grid_dim.x % grid_dim.y), int(n / grid_dim.x / grid_dim.y)};
     w.fibers = false;
     end = {block_dim.x, block_dim.y, block_dim.z};
-#ifdef LLMC_MICROSCOPE
-    microscope::block_begins(w);
-#endif
+    MICROSCOPE(block_begins(w));
     if (!job.shuffled && !EACH_THREAD_IS_A_FIBER) {
         job.kernel->run_threads(job.args, w.builtins, {0, 0, 0});
         if (!w.fibers) return;
@@ -551,9 +541,7 @@ static void run_block(Worker& w, uint64_t n) {
         run_thread(w);
     }
     serve(w, nullptr);
-#ifdef LLMC_MICROSCOPE
-    microscope::block_ends(w);
-#endif
+    MICROSCOPE(block_ends(w));
 }
 
 static __thread uint64_t block_limit;
@@ -592,9 +580,7 @@ static void run_blocks(Worker& w, Job& job, uint64_t limit) {
         w.shared_size = launch.shared_mem;
         if (w.shared_size && posix_memalign((void**)&w.shared, 128, w.shared_size)) abort();
     }
-#ifdef LLMC_MICROSCOPE
-    microscope::launch_begins(w);
-#endif
+    MICROSCOPE(launch_begins(w));
     block_limit = limit;
     w.free_stacks = w.stacks;  // also the stacks that a failed launch did not give back
     make_context(w.home, take_stack(w), block_loop);

@@ -1,0 +1,72 @@
+"""What NVRTC, by which CuPy compiles kernels, says of a file, on a machine that need not have a GPU."""
+
+import functools
+import hashlib
+import os
+import re
+import time
+from pathlib import Path
+
+import device
+from device.bf16 import DEFINES, floatX_of
+from device.cuda import NVRTC_OPTIONS
+
+import pytest
+from cupy.cuda import nvrtc
+
+# What comes from NVRTC's cache, which goes by the PTX, comes without the assembler's report: this is in no other PTX.
+NEW = f"\n__device__ int compiled_at_{time.time_ns()};\n"
+
+
+def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[str, list]:
+    """Bytes of [stack frame, spill stores, spill loads] a thread, by kernel, as the assembler reports them; and behind
+    them the accesses to memory before the kernel waits for the launch in front of it, None where it does not wait."""
+    program = nvrtc.createProgram(source + NEW, name, [], [])
+    try:
+        nvrtc.compileProgram(program, (*options, "--ptxas-options=-v"))
+        assert len(nvrtc.getCUBIN(program)) > 0
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program).strip("\0"), pytrace=False)
+    else:
+        log = nvrtc.getProgramLog(program)
+        ptx = nvrtc.getPTX(program).decode()
+        texts = dict(re.findall(r"^\.visible \.entry (\w+)(.*?)^}", ptx, re.DOTALL | re.MULTILINE))
+        for trouble in "instructions are serialized", "wait_group is injected":  # wgmma's, where it sees no other way
+            assert trouble not in log, log
+    finally:
+        nvrtc.destroyProgram(program)
+    sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    rows = re.findall(rf"Compiling entry function '(\w+)'.*?{sizes}", log, re.DOTALL)
+    return {kernel: [*map(int, sizes), early_accesses(texts[kernel])] for kernel, *sizes in rows}
+
+
+def early_accesses(text: str) -> list[str] | None:
+    before, wait, _ = text.partition("griddepcontrol.wait")
+    accesses = re.findall(r"\b(?:ld|st|atom|red|cp)\.(?!param|shared)[\w.]+", before)
+    return sorted(set(accesses)) if wait else None
+
+
+@functools.cache
+def compiler() -> str:
+    """Which NVRTC compiles, and how this file asks it."""
+    nvrtc.getSupportedArchs()  # loads it
+    loaded = sorted(set(re.findall(r"/\S*/libnvrtc\.so\S*", Path("/proc/self/maps").read_text())))
+    files = [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in loaded]
+    return f"{nvrtc.getVersion()} {files} {Path(__file__).read_text()}"
+
+
+def compiled(path: Path, capability: int, precision: str, cache: pytest.Cache) -> dict[str, list]:
+    """What `compile_kernels` says of a file. It is kept for the next run, as the CPU device keeps its libraries, and
+    holds for the same text, options and compiler: most changes change no kernel."""
+    # The second option is CuPy's own addition: NVRTC 13.0 and earlier refuse a kernel's lambdas without it.
+    options = (*NVRTC_OPTIONS, "--device-as-default-execution-space")
+    options += (f"--gpu-architecture=sm_{device.architecture_of(path) or capability}",)
+    options += DEFINES[floatX_of(precision)]
+    source = device.cuda_source(path)
+    key = hashlib.sha256(repr((compiler(), options, source)).encode()).hexdigest()
+    name = f"nvrtc/{path.parent.name}_{path.stem}_{capability}_{precision}"
+    known, kernels = cache.get(name, (None, None))
+    if known != key:
+        kernels = compile_kernels(source, path.name, options)
+        cache.set(name, (key, kernels))
+    return kernels
