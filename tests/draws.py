@@ -24,6 +24,7 @@ def factors(dropout: Dropout | None, *shape: int) -> torch.Tensor | float:
         return 1.0
     out = device.empty(shape)
     C = shape[-1]
-    cu.launch("dropout_ones_kernel", (out.size // C,), (cu.block(32),), (out, C, dropout.random, dropout.site))
+    random = device.asarray(dropout.random)
+    cu.launch("dropout_ones_kernel", (out.size // C,), (cu.block(32),), (out, C, random, dropout.site))
     device.synchronize()
     return torch.from_numpy(to_numpy(out).astype(np.float64))

@@ -74,7 +74,7 @@ def test_every_device_and_type_drops_what_philox_of_group_site_step_and_batch_de
     counter[..., 0] = np.arange(N * groups).reshape(N, groups)
     drawn = philox(counter, [seed % 2**32, seed >> 32]).reshape(N, 4 * groups)[:, :C]
     kept = drawn.astype(np.float64) / 2**32 >= rate
-    ours = factors(Dropout(each_type.asarray(words(rate, seed, step, i)), site), N, C)
+    ours = factors(Dropout(words(rate, seed, step, i), site), N, C)
     assert np.array_equal(ours, np.where(kept, np.float32(1 / (1 - rate)), 0))
 
 

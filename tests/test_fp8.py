@@ -29,9 +29,7 @@ needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="no GPU here")
 EXACT_DEVICES = [each for each in DEVICES if each != "cpu"]  # on "cpu" g++ may round the same formula differently
 
 
-@pytest.fixture(params=DEVICES)
-def dev(request, monkeypatch):
-    yield from in_fp8(request, monkeypatch)
+dev = pytest.fixture(params=DEVICES)(in_fp8)
 
 
 def quantized(q, q_T, scale, previous_amax=None) -> Quantized:

@@ -52,11 +52,7 @@ CONFIGS = [
 B, T = 2, 24
 
 
-
-# Whole models take long in warps of 32 on the CPU.
-@pytest.fixture(params=["cpu", LONG_WARPS, *DEVICES[2:]])
-def dev(request, monkeypatch):
-    yield from in_fp8(request, monkeypatch)
+dev = pytest.fixture(params=["cpu", LONG_WARPS, *DEVICES[2:]])(in_fp8)
 
 
 @pytest.fixture
