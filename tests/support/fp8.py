@@ -15,8 +15,8 @@ MAX_E4M3 = 448.0
 
 
 def in_fp8(request, monkeypatch) -> Iterator[ModuleType]:
-    """What a fixture does, if its parameters are devices: the test runs on that device in fp8, and all weights are quantized,
-    however small they are."""
+    """What a fixture does, if its parameters are devices: the test runs in fp8, and all weights are quantized, however
+    small they are."""
     switch_device(request.param, monkeypatch)
     if device.use_precision("bf16") and device.kind == "cuda" and device.current.device.compute_capability < 89:
         pytest.skip("this GPU has no fp8")
