@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import device
 import oracle
-from draws import cu, factors, words
 from kernels.dropout import Dropout
 from llmc.data.batches import Batches
 from llmc.run.validation import Validation
@@ -21,6 +20,7 @@ from models import (
     name_of,
 )
 from oracle import assert_close, guarded, model_tolerance
+from support.draws import cu, factors, words
 from train_gpt2_fp32 import training_step
 from train_pythia import PythiaConfig
 

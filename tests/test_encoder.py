@@ -1,10 +1,10 @@
 """encoder.cu against PyTorch's embedding."""
 
 import device
-from draws import factors, words
 from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward, sort_by_token
 from oracle import KERNEL_FP32, assert_close, leaf, normal, to_numpy
+from support.draws import factors, words
 from support.kernels import FP32, fp32, gradient, launch, parameter, scratch, shapes, write
 
 import numpy as np

@@ -3,13 +3,12 @@
 import itertools
 
 import device
-from draws import factors, words
 from kernels.dropout import Dropout
-from kernels.norm import recompute_norm
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MAX_PARTIALS
 from oracle import KERNEL_FP32, assert_close, exact, leaf, normal, to_numpy
-from support.kernels import FP32, Place, fp32, gradient, launch, parameter, recomputed, shapes, update, write
+from support.draws import factors, words
+from support.kernels import FP32, Place, fp32, gradient, launch, parameter, shapes, update, write
 
 import numpy as np
 import pytest
@@ -108,16 +107,6 @@ def test_forward_adds_both_branches_to_the_stream_normalises_it_once_and_scales_
 @pytest.mark.parametrize("branches", [0, 1])
 def test_forward_takes_fewer_branches(variant, branches):
     check_forward(variant, 2, 7, 44, 0, branches)
-
-
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@any_shape
-def test_an_output_is_recomputed(norm, B, T, C, shift):
-    case = Case(f"{norm} untied 0,0", B, T, C)
-    case.define()
-    args = recomputed(B * T, C), case.stored, case.norms()[1], case.given_stats(), B, T, C
-    (out,) = launch(recompute_norm, *args, shift=shift)
-    assert_close("recomputed", out, case.outs[1].reshape(B * T, C), KERNEL_FP32)
 
 
 def check_backward(variant: str, B: int, T: int, C: int, shift: int = 0, biases: int = 2, branches: int = 2) -> None:

@@ -37,7 +37,7 @@ def reciprocal_rms(x, eps: float = EPS) -> np.ndarray:
 
 @pytest.mark.parametrize("fused", [False, True])
 @any_shape
-def test_rmsnorm_forward_sets_output_and_rstd_of_an_input_or_of_the_sum_of_two(fused, B, T, C, shift):
+def test_rmsnorm_forward_sets_output_and_rstd(fused, B, T, C, shift):
     rng, x, weight = make(B, T, C)
     launcher, outputs, inputs = rmsnorm_forward, [write(B, T, C), write(B, T, dtype=FP32)], [x]
     if fused:

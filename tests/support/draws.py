@@ -10,7 +10,7 @@ from oracle import to_numpy
 import numpy as np
 import torch
 
-cu = device.source(Path(__file__).parent / "cu" / "dropout.cu")
+cu = device.source(Path(__file__).parents[1] / "cu" / "dropout.cu")
 
 
 def words(rate: float, seed: int = 3, step: int = 5, i: int = 0) -> np.ndarray:
