@@ -19,7 +19,7 @@ from kernels.rope import rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.model import fp8
 from oracle import KERNEL_FP32, assert_close, guarded, normal
-from support.fp8 import in_fp8, quantized_by_pytorch, scale_of
+from support.fp8 import assert_quantized, dequantized, in_fp8, quantized_by_pytorch, scale_of
 
 import numpy as np
 import pytest
@@ -48,7 +48,6 @@ def test_the_numbers_of_e4m3_are_pytorchs():
 def test_a_quantized_matrix_has_the_nearest_numbers_and_its_amax_the_largest_exponent(dev, rng, N, C, spread):
     values = to_bf16(normal(rng, N, C) * np.exp(spread * normal(rng, N, C)))
     wide = from_bf16(values)
-    expected_scale = scale_of(np.abs(wide).max())
     with guarded(dev) as memory:
         inp, scale = memory.read(wide), memory.write((1,), np.float32)
         out = quantized(memory.write((N, C), np.uint8), memory.write((C, N), np.uint8), scale)
@@ -56,8 +55,8 @@ def test_a_quantized_matrix_has_the_nearest_numbers_and_its_amax_the_largest_exp
         known = quantized(None, memory.write((C, N), np.uint8), scale)
         quantize_by_scale(known, inp, N, C)
     assert 0x70 <= (dev.to_host(out.q) & 0x7F).max() <= 0x7E  # between 224 and 448
-    assert_quantized(dev, out, wide, expected_scale)
-    assert_quantized(dev, known, wide, expected_scale)
+    assert_quantized(out, wide)
+    assert_quantized(known, wide)
 
 
 @pytest.mark.parametrize("last", [None, 1.0, -3.0, 0.0, np.nan, np.inf])
@@ -76,7 +75,7 @@ def test_a_quantized_matrix_and_its_scale_do_not_depend_on_the_guess(dev, rng, g
             pair = np.float32([guess * expected, guess * largest])
             out = quantized(q, q_T, dev.asarray(pair), dev.asarray(np.float32([last])))
         quantize(out, inp, 80, 272)
-    assert_quantized(dev, out, wide, expected)
+    assert_quantized(out, wide, expected)
     if last is not None:
         assert dev.to_host(out.scale.previous_amax)[0] == largest
         ratio = dev.to_host(out.scale.scale)[1]
@@ -116,14 +115,6 @@ def test_a_gradients_scale_is_guessed_from_the_amax_of_the_layer_before(dev, rng
     assert again == [True, False, False]
 
 
-def assert_quantized(dev, found: Quantized, values: np.ndarray, scale: np.float32) -> None:
-    """Those layouts that are there hold the values, quantized by this scale."""
-    expected = quantized_by_pytorch(values, scale)
-    assert dev.to_host(found.scale.scale)[0] == scale and not (found.q is None and found.q_T is None)
-    assert found.q is None or np.array_equal(dev.to_host(found.q), expected)
-    assert found.q_T is None or np.array_equal(dev.to_host(found.q_T), expected.T)
-
-
 def both_ways(dev, run: Callable, shapes: dict[str, tuple], guess: float, again: bool = True) -> tuple:
     """Calls run(memory, **outputs) with outputs of these shapes in bf16, then with quantized ones, which must hold the
     same numbers. guess: of their scale. Backward makes the output once more, as `again`: in bf16, or quantized by a
@@ -147,7 +138,7 @@ def both_ways(dev, run: Callable, shapes: dict[str, tuple], guess: float, again:
         quantized_rest = run(memory, **made)
     for name, found in made.items():
         if isinstance(found, Quantized):
-            assert_quantized(dev, found, wide[name], scales[name])
+            assert_quantized(found, wide[name], scales[name])
         else:
             assert np.array_equal(device.to_floats(found), wide[name])
     return rest, quantized_rest, wide
@@ -299,8 +290,7 @@ def test_extremes_are_quantized_or_shown(dev, rng, what):
     if what in ("NaN", "infinity", "-infinity"):
         assert np.isnan(dev.to_host(scale)).all() and (found == 0x7F).all()
     else:
-        expected = scale_of(np.abs(wide).max())
-        assert dev.to_host(scale)[0] == expected and np.array_equal(found, quantized_by_pytorch(wide, expected))
+        assert_quantized(quantized(q, None, scale), wide)
     assert np.array_equal(dev.to_host(q_T), found.T) and np.array_equal(dev.to_host(known), found.T)
 
 
@@ -327,18 +317,13 @@ def test_the_products_of_extremes_are_those_of_the_quantized_matrices_and_hide_n
     found = {"out": device.to_floats(out) - from_bf16(bias), "dinp": device.to_floats(dinp),
              "dweight": dev.to_host(dweight.array)}  # fmt: skip
 
-    def dequantized(bits: np.ndarray) -> np.ndarray:
-        wide = from_bf16(bits)
-        divisor = scale_of(np.abs(wide).max())
-        return from_e4m3(quantized_by_pytorch(wide, divisor)).astype(np.float64) * divisor
-
     finite = {name: np.isfinite(from_bf16(bits)).all() for name, bits in given.items()}
     for name, one in found.items():
         a, b = (each for each in FACTORS if name in FACTORS[each])
         if not (finite[a] and finite[b]):
             assert np.isnan(one).all()
             continue
-        a, b = dequantized(given[a]), dequantized(given[b])
+        a, b = (dequantized(from_bf16(given[each])) for each in (a, b))
         a, b = {"out": (a, b.T), "dinp": (b, a), "dweight": (b.T, a)}[name]
         allowed = TOLERANCE[dev.kind] * (np.abs(a) @ np.abs(b)) + 2.0**-7 * (np.abs(a @ b) + (name == "out"))
         assert (np.abs(one - a @ b) <= allowed).all()

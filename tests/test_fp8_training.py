@@ -11,7 +11,6 @@ import kernels.fp8.matmul as fp8_matmul
 import kernels.matmul as matmul
 from conftest import DEVICES, LONG_WARPS
 from device import from_bf16, to_bf16
-from device.fp8 import from_e4m3
 from kernels.fp8 import quantized
 from kernels.fp8.quantized import Quantized, QuantizedWeight, WeightGradient
 from llmc.data.batches import Batches
@@ -34,7 +33,7 @@ from models import (
     state_of,
 )
 from support.folders import make_folder, samples_of
-from support.fp8 import in_fp8, quantized_by_pytorch, scale_of
+from support.fp8 import assert_quantized, dequantized, in_fp8, scale_of
 from support.texts import forward_from, random_texts
 from train_gpt2_fp32 import GPT2, GPT2Config, training_step
 from train_llama3 import Llama3, Llama3Config
@@ -166,8 +165,7 @@ def test_a_weights_gradient_is_the_product_of_its_quantized_factors(in_fp8_on_cp
             q = inp.q
         else:
             q, wide = device.scratch("fp8 input", (B * T, C), np.uint8), from_bf16(inp.reshape(B * T, C))
-            assert weight.input_scale.scale[0] == scale_of(np.abs(wide).max())
-            assert np.array_equal(q, quantized_by_pytorch(wide, weight.input_scale.scale[0]))
+            assert_quantized(Quantized(q, None, weight.input_scale), wide)
         seen[weight] = q.copy()
 
     def checked(dweight, dout, inp, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:
@@ -176,8 +174,7 @@ def test_a_weights_gradient_is_the_product_of_its_quantized_factors(in_fp8_on_cp
         inp_T = inp.q_T if isinstance(inp, Quantized) else device.scratch("fp8 input_T", (C, N), np.uint8)
         if not isinstance(dout, Quantized):
             dout_T, wide = device.scratch(f"fp8 dout_T {OC}", (OC, N), np.uint8), from_bf16(dout.reshape(N, OC))
-            assert weight.grad_scale.scale[0] == scale_of(np.abs(wide).max())
-            assert np.array_equal(dout_T, quantized_by_pytorch(wide, weight.grad_scale.scale[0]).T)
+            assert_quantized(Quantized(None, dout_T, weight.grad_scale), wide)
         q = seen.pop(weight)
         assert np.abs(inp_T.T.astype(int) - q).max() <= 1 and (inp_T.T != q).mean() < 0.01  # EXACT_DEVICES
         taken.append((isinstance(inp, Quantized), isinstance(dout, Quantized)))
@@ -231,12 +228,12 @@ def test_a_weight_is_quantized_once_a_step_and_in_each_other_pass(dev):
         with device.observe(observer):
             train_step(step, 1e-2)
         assert launches.count(dev.address(p.fcw.bf16)) == 2  # both passes
-        q, scale = (dev.to_host(x) for x in (p.fcw.quantized.q, p.fcw.quantized.scale.scale))
-        assert np.array_equal(q, quantized_by_pytorch(from_bf16(before), scale[0]))
+        assert_quantized(p.fcw.quantized, from_bf16(before))
         model.mark_stale()
         model.forward(training.acts, training.batch)
-        after, q, scale = (dev.to_host(x) for x in (p.fcw.bf16, p.fcw.quantized.q, p.fcw.quantized.scale.scale))
-        assert np.array_equal(q, quantized_by_pytorch(from_bf16(after), scale[0])) and not np.array_equal(after, before)
+        after = dev.to_host(p.fcw.bf16)
+        assert_quantized(p.fcw.quantized, from_bf16(after))
+        assert not np.array_equal(after, before)
     plain = in_bf16(model)
     plain.mark_stale()  # it has no quantized weights
     assert plain.params.layer[0].fcw.shape == p.fcw.bf16.shape and not plain.fp8 and model.fp8
@@ -284,9 +281,7 @@ def test_a_text_is_written_with_the_numbers_of_the_quantized_weights(dev, monkey
     rounded, texts = flat.copy(), random_texts(config, 3, 17)
     for name in quantized_matrices(kind_of(config), config):
         for matrix in getattr(name_parameters(rounded, config), name):
-            wide = from_bf16(to_bf16(matrix))
-            divisor = scale_of(np.abs(wide).max())
-            matrix[:] = from_e4m3(quantized_by_pytorch(wide, divisor)) * divisor
+            matrix[:] = dequantized(from_bf16(to_bf16(matrix)))
 
     def logits(precision: str, flat: np.ndarray) -> np.ndarray:
         device.use_precision(precision)
