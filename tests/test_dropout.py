@@ -16,6 +16,7 @@ from models import (
     GivenBatches,
     build,
     flat_parameters,
+    forward_backward,
     make_batches,
     name_of,
 )
@@ -120,22 +121,16 @@ def dropping(monkeypatch, config: PythiaConfig, random) -> None:
 
 @each_model
 def test_loss_and_every_gradient_of_a_model_with_dropout_equal_autograds(model_dev, monkeypatch, config, attention):
-    training, batches = training_with(config, attention, 0.25)
-    model, acts, batch = training.model, training.acts, training.batch
-    batches.read(6, 0)
-    batches.send(6, 0)
-    model.zero_grad()
-    model.forward(acts, batch)
-    model.loss(acts, batch, dloss=1 / (B * T))
-    model.backward(acts, batch)
-    model_dev.synchronize()
-    dropping(monkeypatch, config, batch.random)
+    training, _ = training_with(config, attention, 0.25)
+    (batch,) = make_batches(config, 1, B, T)
+    _, loss = forward_backward(model_dev, training, *batch, 1 / (B * T))
+    dropping(monkeypatch, config, training.batch.random)
     params = oracle.table_of(config, flat_parameters(config))
-    _, loss, want = oracle.gradients(config, params, *batches.tokens(6, 0)[:2], attention)
+    _, want_loss, want = oracle.gradients(config, params, *batch, attention)
     tolerance = oracle.MODEL_TF32 if attention == "flash" else model_tolerance(model_dev)
-    assert_close("loss", model_dev.to_host(acts.losses).mean(dtype=np.float64), loss, tolerance)
+    assert_close("loss", loss, want_loss, tolerance)
     for name, gradient in want.items():
-        assert_close(f"d{name}", getattr(model.grads, name), gradient, tolerance)
+        assert_close(f"d{name}", getattr(training.model.grads, name), gradient, tolerance)
 
 
 @each_model
