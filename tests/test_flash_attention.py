@@ -92,13 +92,13 @@ def check(got: tuple, want: tuple) -> None:
 
 # From eight positions on: with fewer, dq and dk are differences of nearly equal numbers, and relative errors are large.
 @on_each_device
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     B=st.integers(1, 2), T=st.integers(8, 150), group=st.integers(1, 3), NKV=st.integers(1, 2),
     HS=st.sampled_from((64, 128)), min_blocks=st.sampled_from((1, 1000)),
 )  # fmt: skip
 @example(B=1, T=1, group=1, NKV=1, HS=64, min_blocks=1)
-@example(B=1, T=256, group=1, NKV=2, HS=64, min_blocks=1)  # whole tiles
+@example(B=1, T=256, group=1, NKV=1, HS=64, min_blocks=1)  # whole tiles
 @example(B=1, T=300, group=1, NKV=1, HS=64, min_blocks=1)
 @example(B=3, T=13, group=1, NKV=1, HS=128, min_blocks=1)  # less than a tile
 @example(B=1, T=140, group=6, NKV=1, HS=64, min_blocks=1000)
@@ -111,7 +111,7 @@ def test_flash_attention_matches_softmax_attention_in_float64(B, T, group, NKV, 
 
 
 @on_each_device
-@pytest.mark.parametrize("shape", [(2, 35, 9, 3, 64), (1, 67, 4, 1, 64), (1, 40, 6, 2, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 35, 9, 3, 64), (1, 67, 4, 1, 64), (2, 20, 4, 2, 128)], ids=str)
 def test_gradients_of_shared_keys_and_values_are_the_sum_over_their_query_heads(rng, launches, shape):
     B, T, NH, NKV, HS = shape
     group = NH // NKV
@@ -153,7 +153,7 @@ def test_scores_that_grow_and_shrink_by_hundreds_keep_their_precision(rng):
 
 @on_each_device
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("shape", [(2, 71, 2, 1, 64), (1, 37, 1, 1, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 71, 2, 1, 64), (1, 37, 1, 1, 128)], ids=str)
 def test_what_is_not_finite_is_handed_on(rng, monkeypatch, shape, value):
     # In TF32, tests/test_nonfinite.py says more.
     B, T, NH, NKV, HS = shape

@@ -52,7 +52,7 @@ def test_layernorm_forward_sets_output_mean_and_rstd(fused, B, T, C):
     assert_close("out", out, layer_norm(leaf(x), leaf(weight), leaf(bias)), KERNEL_FP32)
 
 
-@pytest.mark.parametrize("shift", [0, 1, 3])
+@pytest.mark.parametrize("shift", [0, 1])
 @any_shape
 def test_layernorm_is_recomputed(shift, B, T, C):
     _, x, weight, bias = make(B, T, C)
