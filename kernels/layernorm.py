@@ -9,34 +9,25 @@ from device import ceil_div
 from kernels.dispatch import dispatched
 from kernels.launches import ROWS, describe
 from kernels.matmul import recomputed
-from kernels.norm import forward_blocks, recompute_norm
+from kernels.norm import launch_forward, recompute_norm
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
-
-import numpy as np
 
 cu = device.source(__file__)
 
-EPS = np.float32(1e-5)
+EPS = 1e-5
 
 
 @dispatched("out")
 def layernorm_forward(out, stats, inp, norm, B: int, T: int, C: int) -> None:
     """out (B,T,C) = (inp - mean) * rstd * weight + bias, each row by itself, with norm = weight (C), bias (C). Sets
     stats = mean (B,T), rstd (B,T), too."""
-    launch_forward(None, out, stats, inp, None, norm, B * T, C)
+    launch_forward(cu, "layernorm", None, out, stats, inp, None, norm, EPS, B * T, C)
 
 
 @dispatched("out")
 def fused_residual_forward(residual, out, stats, inp1, inp2, norm, B: int, T: int, C: int) -> None:
     """residual (B,T,C) = inp1 + inp2. Then out and stats = layernorm of residual as it is stored."""
-    launch_forward(residual, out, stats, inp1, inp2, norm, B * T, C)
-
-
-def launch_forward(residual, out, stats, inp1, inp2, norm, N: int, C: int) -> None:
-    """Launches the forward kernel. residual and inp2 are None for layernorm_forward."""
-    grid, block, shared_mem = forward_blocks(cu, N, C)
-    args = residual, out, *stats, inp1, inp2, *norm, EPS, N, C
-    cu.launch("layernorm_forward_kernel", grid, block, args, shared_mem=shared_mem)
+    launch_forward(cu, "layernorm", residual, out, stats, inp1, inp2, norm, EPS, B * T, C)
 
 
 def layernorm_backward(dinp, dnorm, dout, inp, norm, stats, B: int, T: int, C: int, *, dbias2=None) -> None:

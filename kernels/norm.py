@@ -7,6 +7,8 @@ from device.sources import Source
 from kernels.launches import describe
 from kernels.matmul import as_stored, recomputed, tile_grid
 
+import numpy as np
+
 cu = device.source(__file__)
 
 SPREAD_ROWS = 16
@@ -26,6 +28,14 @@ def forward_blocks(source: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
         rows, threads = (4, 32) if C <= 1024 else (1, 32 * ceil_div(C, 512))
     block, shared_mem = (source.block(min(MAX_THREADS, threads)), rows), rows * 4 * width * ceil_div(C, width)
     return (ceil_div(N, rows),), block, shared_mem
+
+
+def launch_forward(cu: Source, name: str, residual, out, stats, inp1, inp2, norm, eps, N: int, C: int) -> None:
+    """Launches the forward kernel of LayerNorm or RMSNorm for rows (N,C). residual and inp2 are None without a sum in
+    front; norm and stats have the arrays that this norm has."""
+    grid, block, shared_mem = forward_blocks(cu, N, C)
+    args = residual, out, *stats, inp1, inp2, *norm, np.float32(eps), N, C
+    cu.launch(f"{name}_forward_kernel", grid, block, args, shared_mem=shared_mem)
 
 
 def recompute_norm(out, inp, norm, stats, B: int, T: int, C: int) -> None:

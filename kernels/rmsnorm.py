@@ -5,10 +5,8 @@ from device import ceil_div
 from kernels.dispatch import dispatched
 from kernels.launches import ROWS, describe
 from kernels.matmul import recomputed
-from kernels.norm import forward_blocks, recompute_norm
+from kernels.norm import launch_forward, recompute_norm
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
-
-import numpy as np
 
 cu = device.source(__file__)
 
@@ -16,7 +14,7 @@ cu = device.source(__file__)
 @dispatched("out")
 def rmsnorm_forward(out, rstd, inp, weight, eps: float, B: int, T: int, C: int) -> None:
     """out (B,T,C) = inp * rstd * weight, each row by itself. Sets rstd (B,T) = 1 / sqrt(mean(inp^2) + eps), too."""
-    launch_forward(None, out, rstd, inp, None, weight, eps, B * T, C)
+    launch_forward(cu, "rmsnorm", None, out, [rstd], inp, None, [weight], eps, B * T, C)
 
 
 @dispatched("out")
@@ -25,14 +23,7 @@ def fused_residual_rmsnorm_forward(
 ) -> None:  # fmt: skip
     """residual (B,T,C) = inp1 + inp2. Then out and rstd = rmsnorm of residual as it is stored. The arrays must not
     overlap."""
-    launch_forward(residual, out, rstd, inp1, inp2, weight, eps, B * T, C)
-
-
-def launch_forward(residual, out, rstd, inp1, inp2, weight, eps: float, N: int, C: int) -> None:
-    """Launches the forward kernel. residual and inp2 are None for rmsnorm_forward."""
-    grid, block, shared_mem = forward_blocks(cu, N, C)
-    args = residual, out, rstd, inp1, inp2, weight, np.float32(eps), N, C
-    cu.launch("rmsnorm_forward_kernel", grid, block, args, shared_mem=shared_mem)
+    launch_forward(cu, "rmsnorm", residual, out, [rstd], inp1, inp2, [weight], eps, B * T, C)
 
 
 def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B: int, T: int, C: int) -> None:

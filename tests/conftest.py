@@ -127,56 +127,31 @@ def refusal(function: Callable, *args, **kwargs) -> str:
     raise AssertionError("not refused")
 
 
-@pytest.fixture(params=DEVICES)
-def dev(request, monkeypatch):
-    """The device, switched to each device in turn, with matrix products in plain fp32.
-
-    "cpu" runs the kernels with warps of one thread, as training on the CPU does; "cpu-warp32" runs them with the warps
-    of 32 that a GPU has, so that every shuffle takes part; "cuda" is the GPU, left out where there is none.
-    """
-    yield from switched(request, monkeypatch)
+def on(devices: list):
+    """A fixture that switches to each of these devices in turn."""
+    return pytest.fixture(params=devices)(switched)
 
 
 LONG_WARPS = pytest.param("cpu-warp32", marks=pytest.mark.long)
 TYPES = [*DEVICES, "cpu-bf16", pytest.param("cpu-warp32-bf16", marks=pytest.mark.long)]
 TYPES += ["cuda-bf16"] * ("cuda" in DEVICES)
+TF32 = ["cuda-tf32"] * ("cuda" in DEVICES)
 
-
-@pytest.fixture(params=TYPES)
-def each_type(request, monkeypatch):
-    """`dev` for kernels that are built for each type: also with bf16 for parameters, activations and their gradients.
-    What tests/oracle.py makes and compares follows the type."""
-    yield from switched(request, monkeypatch)
-
-
-@pytest.fixture(params=DEVICES + ["cuda-tf32"] * ("cuda" in DEVICES))
-def product_dev(request, monkeypatch):
-    """`dev` for what multiplies matrices: also with TF32 products, where there is a GPU that can."""
-    yield from switched(request, monkeypatch)
-
-
-@pytest.fixture(params=["cpu", LONG_WARPS, *DEVICES[2:]])
-def one_dev(request, monkeypatch):
-    """`dev` for what bears on kernels no more than other tests do: with warps of 32 on a CPU in make test-all alone."""
-    yield from switched(request, monkeypatch)
-
-
-@pytest.fixture(params=["cpu", LONG_WARPS, *DEVICES[2:]] + ["cuda-tf32"] * ("cuda" in DEVICES))
-def model_dev(request, monkeypatch):
-    """`product_dev` in this way: for whole models."""
-    yield from switched(request, monkeypatch)
-
-
-@pytest.fixture(params=["cpu", LONG_WARPS, *TYPES[2:]] + ["cuda-tf32"] * ("cuda" in DEVICES))
-def each_model_dev(request, monkeypatch):
-    """`each_product` in this way: for whole models."""
-    yield from switched(request, monkeypatch)
-
-
-@pytest.fixture(params=TYPES + ["cuda-tf32"] * ("cuda" in DEVICES))
-def each_product(request, monkeypatch):
-    """`each_type` for what multiplies matrices: also with TF32 products, where there is a GPU that can."""
-    yield from switched(request, monkeypatch)
+# "cpu" runs the kernels with warps of one thread, as training on the CPU does; "cpu-warp32" runs them with the warps of
+# 32 that a GPU has, so that every shuffle takes part; "cuda" is the GPU, left out where there is none. Matrix products
+# are in plain fp32.
+dev = on(DEVICES)
+# For kernels that are built for each type: also with bf16 for parameters, activations and their gradients. What
+# tests/oracle.py makes and compares follows the type.
+each_type = on(TYPES)
+# For what multiplies matrices: also with TF32 products, where there is a GPU that can.
+product_dev = on([*DEVICES, *TF32])
+each_product = on([*TYPES, *TF32])
+# For what bears on kernels no more than other tests do, and for whole models: with warps of 32 on a CPU in make
+# test-all alone.
+one_dev = on(["cpu", LONG_WARPS, *DEVICES[2:]])
+model_dev = on(["cpu", LONG_WARPS, *DEVICES[2:], *TF32])
+each_model_dev = on(["cpu", LONG_WARPS, *TYPES[2:], *TF32])
 
 
 @pytest.fixture(autouse=True)

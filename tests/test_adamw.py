@@ -3,6 +3,7 @@
 import device
 from kernels.adamw import adamw, cu, join, split
 from oracle import KERNEL_FP32, assert_close, guarded, leaf
+from support.kernels import FP32
 
 import numpy as np
 import pytest
@@ -10,13 +11,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.usefixtures("each_type")
+
 STEPS = 10
-FP32 = np.float32
-
-
-@pytest.fixture
-def dev(each_type):
-    return each_type
 
 
 class State:
@@ -48,11 +45,11 @@ class State:
         return [master, m, v]
 
 
-def check(dev, n: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, scale: float):
+def check(n: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, scale: float):
     rng = np.random.default_rng(n)
     start, grads = rng.standard_normal(n, FP32), rng.standard_normal((STEPS, n), FP32)
     grads *= np.exp(rng.standard_normal(n, FP32))  # from large to small, as a model's are
-    with guarded(dev, shift=n % 4) as memory, guarded(dev, shift=n // 4 % 4) as halves:
+    with guarded(device, shift=n % 4) as memory, guarded(device, shift=n // 4 % 4) as halves:
         state = State(memory, halves, start, np.zeros(n, FP32), np.zeros(n, FP32))
         norm = memory.read(np.array([0, scale, 0, 0], FP32), FP32)
         for t in range(1, STEPS + 1):
@@ -73,13 +70,13 @@ def check(dev, n: int, lr: float, beta1: float, beta2: float, eps: float, weight
 @example(n=7, weight_decay=0.0, scale=1.0)
 @example(n=2049, weight_decay=0.1, scale=0.5)
 @example(n=1, weight_decay=0.0, scale=1.0)
-def test_ten_steps_equal_pytorchs_adamw_on_scaled_gradients(dev, n, weight_decay, scale):
-    check(dev, n, 0.1, 0.9, 0.999, 1e-8, weight_decay, scale)  # a rate at which ten steps go as far as the start
+def test_ten_steps_equal_pytorchs_adamw_on_scaled_gradients(n, weight_decay, scale):
+    check(n, 0.1, 0.9, 0.999, 1e-8, weight_decay, scale)  # a rate at which ten steps go as far as the start
 
 
 @pytest.mark.parametrize("beta1, beta2, eps", [(0.8, 0.95, 1e-3), (0.0, 0.5, 1e-8)])
-def test_betas_and_epsilon_have_pytorchs_meaning(dev, beta1, beta2, eps):
-    check(dev, 333, 0.05, beta1, beta2, eps, 0.01, 1.0)
+def test_betas_and_epsilon_have_pytorchs_meaning(beta1, beta2, eps):
+    check(333, 0.05, beta1, beta2, eps, 0.01, 1.0)
 
 
 def some_state(memory: guarded) -> tuple[State, list[np.ndarray]]:
@@ -88,8 +85,8 @@ def some_state(memory: guarded) -> tuple[State, list[np.ndarray]]:
     return State(memory, memory, *start), list(start)
 
 
-def test_a_step_whose_gradients_have_no_scale_changes_nothing(dev):
-    with guarded(dev) as memory:
+def test_a_step_whose_gradients_have_no_scale_changes_nothing():
+    with guarded(device) as memory:
         state, start = some_state(memory)
         norm, grads = memory.read(np.array([1, np.nan, 0, 0], FP32), FP32), memory.read(start[0], FP32)
         state.update(grads, norm, 0.1, 0.9, 0.999, 1e-8, 0.1, 1)
@@ -97,11 +94,11 @@ def test_a_step_whose_gradients_have_no_scale_changes_nothing(dev):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2e19])
-def test_a_gradient_whose_square_is_not_finite_leaves_its_parameter_alone_and_says_so(dev, value):
+def test_a_gradient_whose_square_is_not_finite_leaves_its_parameter_alone_and_says_so(value):
     grads, spoiled = np.random.default_rng(1).standard_normal(1030, FP32), np.array([0, 517, 1023])
     whole = 1030 // cu.floats * cu.floats  # a thread each
     grads[spoiled] = value
-    with guarded(dev) as memory:
+    with guarded(device) as memory:
         state, start = some_state(memory)
         norm = memory.update(np.array([1, 1, 0, 0], FP32), FP32)
         state.update(memory.read(grads, FP32), norm, 0.1, 0.9, 0.999, 1e-8, 0.1, 1)
@@ -109,7 +106,7 @@ def test_a_gradient_whose_square_is_not_finite_leaves_its_parameter_alone_and_sa
         same = (ours == before)[:whole].reshape(-1, cu.floats)
         assert same[spoiled // cu.floats].all() and not np.delete(same, spoiled // cu.floats, axis=0).any()
         assert np.isfinite(ours).all()
-    assert dev.to_host(norm)[3] == 1
+    assert device.to_host(norm)[3] == 1
 
 
 # Last halves at and beside ties and the ends, and some between.
@@ -117,20 +114,20 @@ LAST = [0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF, 0x1234,
 
 
 @pytest.mark.parametrize("first_v", [0.0, -0.0, 1.5, -1e-40, np.inf])
-def test_a_master_copy_that_is_split_is_joined_to_the_same_bits(dev, first_v):
+def test_a_master_copy_that_is_split_is_joined_to_the_same_bits(first_v):
     """With all first halves: ties that are rounded up and down, subnormal numbers, -0, infinity, the largest numbers,
     which are rounded to infinity, and NaN."""
     bits = (np.arange(1 << 16, dtype=np.uint32)[:, None] << 16 | np.array(LAST, np.uint32)).reshape(-1)
     values, n = bits.view(FP32), bits.size
-    with guarded(dev) as memory:
+    with guarded(device) as memory:
         params, rounded, low = (memory.scratch((n,), np.uint16) for _ in range(3))
         v = memory.update(np.full(n, first_v, FP32), FP32)
-        given, joined = dev.asarray(values), dev.zeros((n,))
+        given, joined = device.asarray(values), device.zeros((n,))
         split(params, given, n, low=low, v=v)
         split(rounded, given, n)
         join(joined, params, low, v, n)
-    assert np.array_equal(dev.to_host(params), dev.to_host(rounded))
-    assert np.array_equal(dev.to_host(params), device.to_bf16(values))
-    nan, found = np.isnan(values), dev.to_host(joined)
+    assert np.array_equal(device.to_host(params), device.to_host(rounded))
+    assert np.array_equal(device.to_host(params), device.to_bf16(values))
+    nan, found = np.isnan(values), device.to_host(joined)
     assert np.array_equal(found.view(np.uint32)[~nan], bits[~nan]) and np.isnan(found[nan]).all()
-    assert np.array_equal(abs(dev.to_host(v)).view(np.uint32), np.full(n, abs(FP32(first_v))).view(np.uint32))
+    assert np.array_equal(abs(device.to_host(v)).view(np.uint32), np.full(n, abs(FP32(first_v))).view(np.uint32))

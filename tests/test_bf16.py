@@ -3,7 +3,7 @@
 from copy import deepcopy
 
 import oracle
-from conftest import DEVICES, switched
+from conftest import DEVICES, TYPES, on
 from llmc.model.tensors import Config
 from models import build, forward_backward, make_batches, name_parameters
 from train_gpt2_fp32 import GPT2Config
@@ -25,10 +25,7 @@ each_model = pytest.mark.parametrize(("config", "attention"), MODELS.values(), i
 B, T, SAMPLES = 2, 33, 4
 
 
-@pytest.fixture(params=["cpu-bf16", pytest.param("cpu-warp32-bf16", marks=pytest.mark.long)]
-                + ["cuda-bf16"] * ("cuda" in DEVICES))  # fmt: skip
-def dev(request, monkeypatch):
-    yield from switched(request, monkeypatch)
+dev = on(TYPES[len(DEVICES) :])
 
 
 def transformers_gradients(model, config: Config, batch) -> tuple[float, np.ndarray]:

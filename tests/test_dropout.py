@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import device
 import oracle
-from draws import cu, factors, words
 from kernels.dropout import Dropout
 from llmc.data.batches import Batches
 from llmc.run.validation import Validation
@@ -17,10 +16,12 @@ from models import (
     GivenBatches,
     build,
     flat_parameters,
+    forward_backward,
     make_batches,
     name_of,
 )
 from oracle import assert_close, guarded, model_tolerance
+from support.draws import cu, factors, words
 from train_gpt2_fp32 import training_step
 from train_pythia import PythiaConfig
 
@@ -74,7 +75,7 @@ def test_every_device_and_type_drops_what_philox_of_group_site_step_and_batch_de
     counter[..., 0] = np.arange(N * groups).reshape(N, groups)
     drawn = philox(counter, [seed % 2**32, seed >> 32]).reshape(N, 4 * groups)[:, :C]
     kept = drawn.astype(np.float64) / 2**32 >= rate
-    ours = factors(Dropout(each_type.asarray(words(rate, seed, step, i)), site), N, C)
+    ours = factors(Dropout(words(rate, seed, step, i), site), N, C)
     assert np.array_equal(ours, np.where(kept, np.float32(1 / (1 - rate)), 0))
 
 
@@ -120,22 +121,16 @@ def dropping(monkeypatch, config: PythiaConfig, random) -> None:
 
 @each_model
 def test_loss_and_every_gradient_of_a_model_with_dropout_equal_autograds(model_dev, monkeypatch, config, attention):
-    training, batches = training_with(config, attention, 0.25)
-    model, acts, batch = training.model, training.acts, training.batch
-    batches.read(6, 0)
-    batches.send(6, 0)
-    model.zero_grad()
-    model.forward(acts, batch)
-    model.loss(acts, batch, dloss=1 / (B * T))
-    model.backward(acts, batch)
-    model_dev.synchronize()
-    dropping(monkeypatch, config, batch.random)
+    training, _ = training_with(config, attention, 0.25)
+    (batch,) = make_batches(config, 1, B, T)
+    _, loss = forward_backward(model_dev, training, *batch, 1 / (B * T))
+    dropping(monkeypatch, config, training.batch.random)
     params = oracle.table_of(config, flat_parameters(config))
-    _, loss, want = oracle.gradients(config, params, *batches.tokens(6, 0)[:2], attention)
+    _, want_loss, want = oracle.gradients(config, params, *batch, attention)
     tolerance = oracle.MODEL_TF32 if attention == "flash" else model_tolerance(model_dev)
-    assert_close("loss", model_dev.to_host(acts.losses).mean(dtype=np.float64), loss, tolerance)
+    assert_close("loss", loss, want_loss, tolerance)
     for name, gradient in want.items():
-        assert_close(f"d{name}", getattr(model.grads, name), gradient, tolerance)
+        assert_close(f"d{name}", getattr(training.model.grads, name), gradient, tolerance)
 
 
 @each_model

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import device
 from kernels.encoder import sort_by_token
-from kernels.exchange import checksum, cu, gather_rows, sum_buffers
+from kernels.exchange import addresses, checksum, cu, gather_rows, sum_buffers
 from llmc.model.ranges import rounds, share_length, share_of
 from llmc.ranks import ranks
 from llmc.ranks.peer_transport import barrier
@@ -20,11 +20,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-
-def addresses(dev, *arrays):
-    return dev.asarray(np.array([dev.address(x) for x in arrays], np.uint64))
-
 
 RANGES = st.lists(st.integers(0, 40), max_size=8).map(lambda at: list(zip(*[iter(sorted(set(at)))] * 2, strict=False)))
 
@@ -47,9 +42,7 @@ def test_sum_buffers_adds_one_buffer_after_another(dev, N, shares, scale, ranges
         buffers, out = [memory.update(values) for values in before], memory.update(np.full(n, 7e30, np.float32))
         if ranges:
             for share in rng.permutation(shares):
-                sum_buffers(
-                    addresses(dev, *buffers[::2], out), addresses(dev, *buffers), ranges, 3, int(share), shares
-                )
+                sum_buffers(addresses(*buffers[::2], out), addresses(*buffers), ranges, 3, int(share), shares)
     changed = np.zeros(n, bool)
     for start, end in ranges:
         changed[start:end] = True
@@ -75,8 +68,8 @@ def test_sum_buffers_finds_ranges_elsewhere_in_the_others_buffers(dev, N, own, s
             expected[start:end] += part
     with guarded(dev) as memory:
         out = memory.update(flat)
-        sources = addresses(dev, *(out if r == own else memory.read(slots[r]) for r in range(N)))
-        sum_buffers(addresses(dev, out), sources, ranges, 3, own=own, places=places)
+        sources = addresses(*(out if r == own else memory.read(slots[r]) for r in range(N)))
+        sum_buffers(addresses(out), sources, ranges, 3, own=own, places=places)
     assert dev.to_host(out).tobytes() == expected.tobytes()
 
 
@@ -89,7 +82,7 @@ def test_a_sum_loads_vectors_only_if_all_that_it_reads_is_aligned(start, rest, p
     n, seen = 2 * cu.width + rest, []
     flat, room = np.arange(n + 8, dtype=np.float32), np.arange(n + 8, dtype=np.float32)
     with device.observe(lambda name, arguments, work: (seen.append(arguments["aligned"]), work())):
-        sum_buffers(addresses(device, flat), addresses(device, flat, room), [(start, start + n)], 1, places=[place])
+        sum_buffers(addresses(flat), addresses(flat, room), [(start, start + n)], 1, places=[place])
     assert seen == [aligned]
     assert np.array_equal(flat[start : start + n], np.arange(start, start + n) + np.arange(place, place + n))
 
@@ -109,7 +102,7 @@ def test_rows_that_a_batch_takes_come_from_the_ranks_that_have_them(dev, N, V, C
     with guarded(dev) as memory:
         buffers = [memory.update(one) if r == rank else memory.read(one) for r, one in enumerate(flat)]
         inp, order, count = map(memory.read, (inp, order, count))
-        gather_rows(addresses(dev, *buffers), rank, length, start, inp, order, count, N, C)
+        gather_rows(addresses(*buffers), rank, length, start, inp, order, count, N, C)
     assert all(dev.to_host(x).tobytes() == values.tobytes() for x, values in zip(buffers, expected, strict=True))
 
 

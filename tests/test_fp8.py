@@ -1,5 +1,7 @@
 """The kernels of kernels/fp8/: matrices quantized to e4m3, and products of them."""
 
+from collections.abc import Callable
+
 import device
 import kernels.matmul as matmul
 from conftest import DEVICES
@@ -8,7 +10,6 @@ from device.fp8 import NUMBERS, from_e4m3
 from kernels.fp8 import gelu
 from kernels.fp8.loading import load_layers
 from kernels.fp8.quantize import quantize, quantize_by_scale
-from kernels.fp8.quantize import quantized as room
 from kernels.fp8.quantized import GradientScale, Quantized, QuantizedWeight, Scale, WeightGradient, WeightOnly
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_forward, layernorm_recompute
@@ -18,7 +19,7 @@ from kernels.rope import rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.model import fp8
 from oracle import KERNEL_FP32, assert_close, guarded, normal
-from support.fp8 import in_fp8, quantized_by_pytorch, scale_of
+from support.fp8 import assert_quantized, dequantized, in_fp8, quantized_by_pytorch, scale_of
 
 import numpy as np
 import pytest
@@ -29,9 +30,7 @@ needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="no GPU here")
 EXACT_DEVICES = [each for each in DEVICES if each != "cpu"]  # on "cpu" g++ may round the same formula differently
 
 
-@pytest.fixture(params=DEVICES)
-def dev(request, monkeypatch):
-    yield from in_fp8(request, monkeypatch)
+dev = pytest.fixture(params=DEVICES)(in_fp8)
 
 
 def quantized(q, q_T, scale, previous_amax=None) -> Quantized:
@@ -49,18 +48,15 @@ def test_the_numbers_of_e4m3_are_pytorchs():
 def test_a_quantized_matrix_has_the_nearest_numbers_and_its_amax_the_largest_exponent(dev, rng, N, C, spread):
     values = to_bf16(normal(rng, N, C) * np.exp(spread * normal(rng, N, C)))
     wide = from_bf16(values)
-    expected_scale = scale_of(np.abs(wide).max())
     with guarded(dev) as memory:
         inp, scale = memory.read(wide), memory.write((1,), np.float32)
-        q, q_T = memory.write((N, C), np.uint8), memory.write((C, N), np.uint8)
-        quantize(quantized(q, q_T, scale), inp, N, C)
-        known = memory.write((C, N), np.uint8)
-        quantize_by_scale(quantized(None, known, scale), inp, N, C)
-    assert dev.to_host(scale)[0] == expected_scale
-    expected = quantized_by_pytorch(wide, expected_scale)
-    assert 0x70 <= (expected & 0x7F).max() <= 0x7E  # between 224 and 448
-    assert np.array_equal(dev.to_host(q), expected)
-    assert np.array_equal(dev.to_host(q_T), expected.T) and np.array_equal(dev.to_host(known), expected.T)
+        out = quantized(memory.write((N, C), np.uint8), memory.write((C, N), np.uint8), scale)
+        quantize(out, inp, N, C)
+        known = quantized(None, memory.write((C, N), np.uint8), scale)
+        quantize_by_scale(known, inp, N, C)
+    assert 0x70 <= (dev.to_host(out.q) & 0x7F).max() <= 0x7E  # between 224 and 448
+    assert_quantized(out, wide)
+    assert_quantized(known, wide)
 
 
 @pytest.mark.parametrize("last", [None, 1.0, -3.0, 0.0, np.nan, np.inf])
@@ -79,7 +75,7 @@ def test_a_quantized_matrix_and_its_scale_do_not_depend_on_the_guess(dev, rng, g
             pair = np.float32([guess * expected, guess * largest])
             out = quantized(q, q_T, dev.asarray(pair), dev.asarray(np.float32([last])))
         quantize(out, inp, 80, 272)
-    assert_quantized(dev, out, wide, expected)
+    assert_quantized(out, wide, expected)
     if last is not None:
         assert dev.to_host(out.scale.previous_amax)[0] == largest
         ratio = dev.to_host(out.scale.scale)[1]
@@ -89,22 +85,24 @@ def test_a_quantized_matrix_and_its_scale_do_not_depend_on_the_guess(dev, rng, g
         np.testing.assert_allclose(ratio, new * ((1 + guess) / 2 if averaged else 1), rtol=1e-6)
 
 
-def test_a_matrix_is_not_quantized_again_if_the_guess_was_right(dev, rng):
-    """The second launch does not touch them."""
-    inp, q, scale = dev.asarray(to_bf16(normal(rng, 48, 80))), dev.empty((48, 80), np.uint8), dev.zeros((1,))
-    found = []
+def writes_again(dev, out: Quantized, inp: np.ndarray) -> bool:
+    """Whether the second launch that quantizes this matrix touches it."""
+    left = []
 
     def observer(name, arguments, work) -> None:
-        if name == "quantize_kernel":
-            found.append(dev.to_host(q).any())
-            dev.fill_zero(q)
+        out.q.fill(0)
         work()
+        left.append(bool(out.q.any()))
 
-    for _ in range(2):
-        with device.observe(observer):
-            quantize(quantized(q, None, scale), inp, 48, 80)
-        found.append(dev.to_host(q).any())
-    assert found[1:] == [True, True, True, True, False]
+    with device.observe(observer):
+        quantize(out, dev.asarray(to_bf16(inp)), *inp.shape)
+    assert left[0]
+    return left[1]
+
+
+def test_a_matrix_is_not_quantized_again_if_the_guess_was_right(dev, rng):
+    inp, out = normal(rng, 48, 80), quantized(dev.empty((48, 80), np.uint8), None, dev.zeros((1,)))
+    assert [writes_again(dev, out, inp) for _ in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize("factor", [0.2, 5.0])
@@ -113,203 +111,144 @@ def test_a_gradients_scale_is_guessed_from_the_amax_of_the_layer_before(dev, rng
     layers, before = [normal(rng, 48, 80) * size for size in (1, 30, 1e-3)], dev.asarray(np.ones(1, np.float32))
     made = [quantized(dev.empty((48, 80), np.uint8), None, dev.zeros((2,)), before) for _ in layers]
     for size in 1.0, factor:
-        again = []
-        for out, layer in zip(made, layers, strict=True):
-            found, inp = [], dev.asarray(to_bf16(layer * np.float32(size)))
-
-            def observer(name, arguments, work, q=out.q, found=found) -> None:
-                work()
-                found.append(dev.to_host(q).copy())
-
-            with device.observe(observer):
-                quantize(out, inp, 48, 80)
-            again.append(not np.array_equal(*found))
+        again = [writes_again(dev, *pair) for pair in zip(made, np.float32(size) * np.array(layers), strict=True)]
     assert again == [True, False, False]
 
 
-@pytest.mark.parametrize("dev", EXACT_DEVICES, indirect=True)
-@pytest.mark.parametrize("N, C", [(16, 16), (80, 144), (208, 1104)])
-@pytest.mark.parametrize("guess", [2.0, 1.0, np.nan])
-@pytest.mark.parametrize("again", [True, False])
-def test_swiglu_quantizes_the_numbers_that_it_would_store(dev, rng, N, C, guess, again):
-    """guess: of the scale. again: whether the output, made once more, is quantized, too, by a scale that clips some."""
-    inp, dout = (dev.asarray(to_bf16(normal(rng, *shape))) for shape in ((N, 2 * C), (N, C)))
-    out, dinp, out_again = dev.empty((N, C), BF16), dev.empty((N, 2 * C), BF16), dev.empty((N, C), BF16)
-    swiglu_forward(out, inp, N, C)
-    swiglu_backward(dinp, out_again, dout, inp, N, C)
-    wide, dwide = (from_bf16(dev.to_host(one)) for one in (out, dinp))
-    scale, dscale = (scale_of(np.abs(one).max()) for one in (wide, dwide))
+def both_ways(dev, run: Callable, shapes: dict[str, tuple], guess: float, again: bool = True) -> tuple:
+    """Calls run(memory, **outputs) with outputs of these shapes in bf16, then with quantized ones, which must hold the
+    same numbers. guess: of their scale. Backward makes the output once more, as `again`: in bf16, or quantized by a
+    known scale, which clips some. Returns what run returned both times, and the numbers."""
     with guarded(dev) as memory:
-        guesses = (memory.update(np.float32([guess * one]), np.float32) for one in (scale, dscale))
-        made = quantized(memory.write((N, C), np.uint8), None, next(guesses))
-        dmade = quantized(memory.write((N, 2 * C), np.uint8), memory.write((2 * C, N), np.uint8), next(guesses))
-        known = memory.read(np.float32([scale / 4]), np.float32)
-        of_out = quantized(None, memory.write((C, N), np.uint8), known) if again else memory.write((N, C))
-        swiglu_forward(made, inp, N, C)
-        swiglu_backward(dmade, of_out, dout, inp, N, C)
-    assert_quantized(dev, made, wide, scale)
-    assert_quantized(dev, dmade, dwide, dscale)
-    if again:
-        assert_quantized(dev, of_out, wide, scale / 4)
-    else:
-        assert np.array_equal(dev.to_host(of_out), dev.to_host(out))
+        plain = {name: memory.write(shape) for name, shape in shapes.items()}
+        rest = run(memory, **plain)
+    wide = {name: device.to_floats(array) for name, array in plain.items()}
+    scales = {name: scale_of(np.abs(values).max()) / (4 if name == "again" else 1) for name, values in wide.items()}
+    with guarded(dev) as memory:
+        made = {}
+        for name, (N, C) in shapes.items():
+            scale = np.float32([scales[name]])
+            transposed = None if name == "out" else memory.write((C, N), np.uint8)
+            if name == "again":
+                known = quantized(None, transposed, memory.read(scale, np.float32))
+                made[name] = known if again else memory.write((N, C))
+            else:
+                old = memory.update(np.float32(guess) * scale, np.float32)
+                made[name] = quantized(memory.write((N, C), np.uint8), transposed, old)
+        quantized_rest = run(memory, **made)
+    for name, found in made.items():
+        if isinstance(found, Quantized):
+            assert_quantized(found, wide[name], scales[name])
+        else:
+            assert np.array_equal(device.to_floats(found), wide[name])
+    return rest, quantized_rest, wide
 
 
-def assert_quantized(dev, found: Quantized, values: np.ndarray, scale: np.float32) -> None:
-    """Those layouts that are there hold the values, quantized by this scale."""
-    expected = quantized_by_pytorch(values, scale)
-    assert dev.to_host(found.scale.scale)[0] == scale and not (found.q is None and found.q_T is None)
-    assert found.q is None or np.array_equal(dev.to_host(found.q), expected)
-    assert found.q_T is None or np.array_equal(dev.to_host(found.q_T), expected.T)
+def in_place(dinp, dout):
+    """dout, in the memory of dinp if this is in bf16: there backward works in place."""
+    if isinstance(dinp, Quantized):
+        return dout
+    device.copy(dinp, dout)
+    return dinp
 
 
+exact_devices = pytest.mark.parametrize("dev", EXACT_DEVICES, indirect=True)
+each_guess = pytest.mark.parametrize("guess", [2.0, 1.0, np.nan])
 each_form = pytest.mark.parametrize("erf", [False, True], ids=["tanh", "erf"])
 
 
-@pytest.mark.parametrize("dev", EXACT_DEVICES, indirect=True)
+@exact_devices
+@pytest.mark.parametrize("N, C", [(16, 16), (80, 144), (208, 1104)])
+@each_guess
+@pytest.mark.parametrize("again", [True, False])
+def test_swiglu_quantizes_the_numbers_that_it_would_store(dev, rng, N, C, guess, again):
+    inp, dout = normal(rng, N, 2 * C), normal(rng, N, C)
+
+    def run(memory, out, dinp, again) -> None:
+        swiglu_forward(out, memory.read(inp), N, C)
+        swiglu_backward(dinp, again, memory.read(dout), memory.read(inp), N, C)
+
+    both_ways(dev, run, {"out": (N, C), "dinp": (N, 2 * C), "again": (N, C)}, guess, again)
+
+
+@exact_devices
 @pytest.mark.parametrize("N, C, tiles", [(16, 16, 1), (80, 144, 1), (400, 1104, 3)])
 @pytest.mark.parametrize("guess, again, biased", [(2.0, True, True), (1.0, False, True), (np.nan, True, False)])
 @each_form
 def test_gelu_quantizes_the_numbers_that_it_would_store(
     dev, monkeypatch, rng, N, C, tiles, guess, again, biased, erf
 ):  # fmt: skip
-    """tiles: of a chunk. guess, again: as above."""
+    """tiles: of a chunk."""
     monkeypatch.setattr(gelu, "rows_per_chunk", lambda N, multiple: tiles * multiple)
-    inp, dinp = (dev.asarray(to_bf16(normal(rng, N, C))) for _ in range(2))
-    bias, before = dev.asarray(to_bf16(normal(rng, C))) if biased else None, normal(rng, C)
-    kept, out, out_again = dev.to_host(dinp).copy(), dev.empty((N, C), BF16), dev.empty((N, C), BF16)
-    dbias = dev.asarray(before)
-    gelu_forward(out, inp, bias, N, C, erf)
-    gelu_backward(dinp, dbias, out_again, dinp, inp, bias, N, C, erf)
-    wide, dwide = (from_bf16(dev.to_host(one)) for one in (out, dinp))
-    scale, dscale = (scale_of(np.abs(one).max()) for one in (wide, dwide))
-    with guarded(dev) as memory:
-        guesses = (memory.update(np.float32([guess * one]), np.float32) for one in (scale, dscale))
-        made = quantized(memory.write((N, C), np.uint8), None, next(guesses))
-        dmade = quantized(memory.write((N, C), np.uint8), memory.write((C, N), np.uint8), next(guesses))
-        known = memory.read(np.float32([scale / 4]), np.float32)
-        of_out = quantized(None, memory.write((C, N), np.uint8), known) if again else memory.write((N, C))
-        added = memory.update(before, np.float32)
-        gelu_forward(made, inp, bias, N, C, erf)
-        gelu_backward(dmade, added, of_out, memory.read(from_bf16(kept)), inp, bias, N, C, erf)
-    assert_quantized(dev, made, wide, scale)
-    assert_quantized(dev, dmade, dwide, dscale)
-    if again:
-        assert_quantized(dev, of_out, wide, scale / 4)
-    else:
-        assert np.array_equal(dev.to_host(of_out), dev.to_host(out_again))
-    # The sums are of the same fp32 numbers, in another order. dwide has them as bf16.
-    allowed = N * 2.0**-24 * (np.abs(before) + np.abs(dwide).sum(0))
-    assert (np.abs(dev.to_host(added) - dev.to_host(dbias)) <= allowed).all()
-    assert (np.abs(dev.to_host(added) - before - dwide.sum(0, np.float64)) <= 2.0**-8 * np.abs(dwide).sum(0)).all()
+    (inp, dout), (bias, before) = normal(rng, 2, N, C), normal(rng, 2, C)
+
+    def run(memory, out, dinp, again):
+        x, b, dbias = memory.read(inp), memory.read(bias) if biased else None, memory.update(before, np.float32)
+        gelu_forward(out, x, b, N, C, erf)
+        gelu_backward(dinp, dbias, again, in_place(dinp, memory.read(dout)), x, b, N, C, erf)
+        return dev.to_host(dbias)
+
+    dbias, added, wide = both_ways(dev, run, {"out": (N, C), "dinp": (N, C), "again": (N, C)}, guess, again)
+    # The sums are of the same fp32 numbers, in another order. dinp has them as bf16.
+    dinp = wide["dinp"]
+    assert (np.abs(added - dbias) <= N * 2.0**-24 * (np.abs(before) + np.abs(dinp).sum(0))).all()
+    assert (np.abs(added - before - dinp.sum(0, np.float64)) <= 2.0**-8 * np.abs(dinp).sum(0)).all()
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@each_form
-def test_gelu_shows_what_is_not_finite_in_the_whole_result_and_in_its_columns_sum(dev, rng, value, erf):
-    N, C = 80, 144
-    wide, bias = normal(rng, N, C), dev.zeros((C,), BF16)
-    fine = dev.asarray(to_bf16(wide))
-    wide[70, 7] = value
-    spoiled = dev.asarray(to_bf16(wide))
-    for inp, dout in (fine, spoiled), (spoiled, fine):
-        made, of_out, dmade = (room(N, C) for _ in range(3))
-        dbias = dev.zeros((C,))
-        gelu_forward(made, inp, bias, N, C, erf)
-        gelu_backward(dmade, dbias, of_out, dout, inp, bias, N, C, erf)
-        for found, spoilt in (made, inp is spoiled), (dmade, True):
-            assert np.isnan(dev.to_host(found.scale.scale)[0]) == spoilt
-            assert (dev.to_host(found.q) == 0x7F).all() == spoilt
-        assert np.array_equal(np.isfinite(dev.to_host(dbias)), np.arange(C) != 7)
-
-
-def run_norm(name: str, fused: bool, out, again, residual, stats, inp, params, N: int, C: int) -> None:
-    """Forward, with the residual connection in front if `fused`, to out, residual and stats. Then out once more, to
-    `again`. inp: two inputs, of which only fused takes the second. params: weight and bias."""
-    x, (weight, _), eps = residual if fused else inp[0], params, 1e-5
-    if name == "rmsnorm":
-        if fused:
-            fused_residual_rmsnorm_forward(residual, out, stats[1], *inp, weight, eps, 1, N, C)
-        else:
-            rmsnorm_forward(out, stats[1], inp[0], weight, eps, 1, N, C)
-        rmsnorm_recompute(again, x, weight, stats[1], 1, N, C)
-    else:
-        if fused:
-            fused_residual_forward(residual, out, stats, *inp, params, 1, N, C)
-        else:
-            layernorm_forward(out, stats, inp[0], params, 1, N, C)
-        layernorm_recompute(again, x, params, stats, 1, N, C)
-
-
-@pytest.mark.parametrize("dev", EXACT_DEVICES, indirect=True)
+@exact_devices
 @pytest.mark.parametrize("N, C", [(16, 16), (80, 144), (208, 1104)])
-@pytest.mark.parametrize("guess", [2.0, 1.0, np.nan])
+@each_guess
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("fused, start", [(True, 0), (False, 1)])
 def test_norms_quantize_the_numbers_that_they_would_store(dev, rng, N, C, guess, name, fused, start):
-    """guess: of the scale. start: that of the parameters, which need not lie at a multiple of 16 bytes. The output
-    is made once more by a scale that clips some."""
-    inp = [dev.asarray(to_bf16(normal(rng, N, C))) for _ in range(2)]
-    params = [dev.asarray(to_bf16(normal(rng, start + C)))[start:] for _ in range(2)]
-    out, again, residual = (dev.zeros((N, C), BF16) for _ in range(3))
-    stats = [dev.zeros((N,)) for _ in range(2)]
-    run_norm(name, fused, out, again, residual, stats, inp, params, N, C)
-    wide = from_bf16(dev.to_host(out))
-    scale = scale_of(np.abs(wide).max())
-    with guarded(dev) as memory:
-        made = quantized(memory.write((N, C), np.uint8), None, memory.update(np.float32([guess * scale]), np.float32))
-        known = memory.read(np.float32([scale / 4]), np.float32)
-        made_again = quantized(None, memory.write((C, N), np.uint8), known)
-        stream = memory.write((N, C)) if fused else None
-        kept = [memory.write((N,), np.float32) if name == "layernorm" else None, memory.write((N,), np.float32)]
-        run_norm(name, fused, made, made_again, stream, kept, inp, params, N, C)
-    assert_quantized(dev, made, wide, scale)
-    assert_quantized(dev, made_again, wide, scale / 4)
-    assert np.array_equal(dev.to_host(again), dev.to_host(out))
-    for found, expected in zip([stream, *kept], [residual, *stats], strict=True):
-        assert found is None or np.array_equal(dev.to_host(found), dev.to_host(expected))
+    """start: that of the parameters, which need not lie at a multiple of 16 bytes."""
+    inp, params = normal(rng, 2, N, C), normal(rng, 2, start + C)
+
+    def run(memory, out, again):
+        x, y, weight, bias = map(memory.read, (*inp, *params))
+        norm, rstd = (weight[start:], bias[start:]), memory.write((N,), np.float32)
+        mean = memory.write((N,), np.float32) if name == "layernorm" else None
+        residual = memory.write((N, C)) if fused else None
+        if name == "layernorm":
+            if fused:
+                fused_residual_forward(residual, out, (mean, rstd), x, y, norm, 1, N, C)
+            else:
+                layernorm_forward(out, (mean, rstd), x, norm, 1, N, C)
+            layernorm_recompute(again, residual if fused else x, norm, (mean, rstd), 1, N, C)
+        else:
+            if fused:
+                fused_residual_rmsnorm_forward(residual, out, rstd, x, y, norm[0], 1e-5, 1, N, C)
+            else:
+                rmsnorm_forward(out, rstd, x, norm[0], 1e-5, 1, N, C)
+            rmsnorm_recompute(again, residual if fused else x, norm[0], rstd, 1, N, C)
+        return [dev.to_host(each) for each in (residual, mean, rstd) if each is not None]
+
+    kept, found, _ = both_ways(dev, run, {"out": (N, C), "again": (N, C)}, guess)
+    assert all(np.array_equal(*pair) for pair in zip(kept, found, strict=True))
 
 
-@pytest.mark.parametrize("dev", EXACT_DEVICES, indirect=True)
+@exact_devices
 @pytest.mark.parametrize("B, T, NH, NKV, HS, start", [
     (1, 16, 2, 1, 16, 0), (2, 56, 4, 2, 48, 1), (5, 16, 3, 3, 128, 0), (3, 352, 8, 4, 32, 0), (1, 32, 2, 1, 20, 0),
     (1, 16, 1, 1, 144, 0), (16, 5, 6, 2, 128, 1),
 ])  # fmt: skip
-@pytest.mark.parametrize("guess", [2.0, 1.0, np.nan])
+@each_guess
 def test_qk_norm_quantizes_the_numbers_that_it_would_store(dev, rng, B, T, NH, NKV, HS, start, guess):
-    """guess: of the scale. start: that of the weights."""
+    """start: that of the weights."""
     N, C = B * T, (NH + 2 * NKV) * HS
-    inp, dout = (to_bf16(normal(rng, N, C)) for _ in range(2))
-    qweight, kweight = (dev.asarray(to_bf16(normal(rng, start + HS)))[start:] for _ in range(2))
-    heads = from_bf16(inp).reshape(N, -1, HS)[:, : NH + NKV]
-    kept = dev.asarray(inp), (qweight, kweight), dev.asarray((1 / np.sqrt((heads**2).mean(-1))).astype(np.float32))
-    table, before = dev.asarray(rope_table(T, HS, 1e4)), normal(rng, 2, HS)
-    dinp, sums = dev.asarray(dout), [dev.asarray(each) for each in before]
-    qk_norm_backward(dinp, sums, dinp, *kept, table, B, T, NH, NKV, HS)
-    wide = from_bf16(dev.to_host(dinp))
-    scale = scale_of(np.abs(wide).max())
-    with guarded(dev) as memory:
-        old = memory.update(np.float32([guess * scale]), np.float32)
-        made = quantized(memory.write((N, C), np.uint8), memory.write((C, N), np.uint8), old)
-        added = [memory.update(each, np.float32) for each in before]
-        qk_norm_backward(made, added, memory.update(from_bf16(dout)), *kept, table, B, T, NH, NKV, HS)
-    assert_quantized(dev, made, wide, scale)
+    (inp, dout), weights, before = normal(rng, 2, N, C), normal(rng, 2, start + HS), normal(rng, 2, HS)
+    rstd = 1 / np.sqrt((inp.reshape(N, -1, HS)[:, : NH + NKV] ** 2).mean(-1))
+
+    def run(memory, dinp):
+        sums = [memory.update(each, np.float32) for each in before]
+        d, table = in_place(dinp, memory.update(dout)), memory.read(rope_table(T, HS, 1e4), np.float32)
+        given = memory.read(inp), [memory.read(each)[start:] for each in weights], memory.read(rstd, np.float32)
+        qk_norm_backward(dinp, sums, d, *given, table, B, T, NH, NKV, HS)
+        return sums
+
+    sums, added, _ = both_ways(dev, run, {"dinp": (N, C)}, guess)
     for ours, plain in zip(added, sums, strict=True):  # the sums are of the same numbers, in another order
         assert_close("dweight", ours, dev.to_host(plain), KERNEL_FP32)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_norm_of_what_is_not_finite_is_nan_everywhere(dev, rng, name, fused, value):
-    N, C = 32, 48
-    inp = normal(rng, 2, N, C)
-    inp[0, 5, 7] = value
-    inp, params = [dev.asarray(to_bf16(each)) for each in inp], [dev.asarray(to_bf16(normal(rng, C))) for _ in range(2)]
-    made = quantized(dev.empty((N, C), np.uint8), dev.empty((C, N), np.uint8), dev.asarray(np.ones(1, np.float32)))
-    run_norm(name, fused, made, made, dev.empty((N, C), BF16), dev.empty((2, N)), inp, params, N, C)
-    assert np.isnan(dev.to_host(made.scale.scale)).all()
-    assert (dev.to_host(made.q) == 0x7F).all() and (dev.to_host(made.q_T) == 0x7F).all()
 
 
 @pytest.mark.parametrize("exponent", [-126, -9, 0, 3, 100, 121])
@@ -351,8 +290,7 @@ def test_extremes_are_quantized_or_shown(dev, rng, what):
     if what in ("NaN", "infinity", "-infinity"):
         assert np.isnan(dev.to_host(scale)).all() and (found == 0x7F).all()
     else:
-        expected = scale_of(np.abs(wide).max())
-        assert dev.to_host(scale)[0] == expected and np.array_equal(found, quantized_by_pytorch(wide, expected))
+        assert_quantized(quantized(q, None, scale), wide)
     assert np.array_equal(dev.to_host(q_T), found.T) and np.array_equal(dev.to_host(known), found.T)
 
 
@@ -379,18 +317,13 @@ def test_the_products_of_extremes_are_those_of_the_quantized_matrices_and_hide_n
     found = {"out": device.to_floats(out) - from_bf16(bias), "dinp": device.to_floats(dinp),
              "dweight": dev.to_host(dweight.array)}  # fmt: skip
 
-    def dequantized(bits: np.ndarray) -> np.ndarray:
-        wide = from_bf16(bits)
-        divisor = scale_of(np.abs(wide).max())
-        return from_e4m3(quantized_by_pytorch(wide, divisor)).astype(np.float64) * divisor
-
     finite = {name: np.isfinite(from_bf16(bits)).all() for name, bits in given.items()}
     for name, one in found.items():
         a, b = (each for each in FACTORS if name in FACTORS[each])
         if not (finite[a] and finite[b]):
             assert np.isnan(one).all()
             continue
-        a, b = dequantized(given[a]), dequantized(given[b])
+        a, b = (dequantized(from_bf16(given[each])) for each in (a, b))
         a, b = {"out": (a, b.T), "dinp": (b, a), "dweight": (b.T, a)}[name]
         allowed = TOLERANCE[dev.kind] * (np.abs(a) @ np.abs(b)) + 2.0**-7 * (np.abs(a @ b) + (name == "out"))
         assert (np.abs(one - a @ b) <= allowed).all()
@@ -487,16 +420,6 @@ def test_a_product_of_a_weight_that_is_only_quantized_takes_its_numbers_and_the_
         # Some of cuBLAS's algorithms round the product before they add the bias.
         allowed = 2.0**-20 * (np.abs(inp) @ np.abs(wide.T)) + 2.0**-8 * (np.abs(product + added) + np.abs(product))
         assert (np.abs(device.to_floats(out) - product - added) <= allowed).all()
-
-
-def test_a_product_of_rows_that_do_not_fit_takes_the_weight_itself(dev, rng):
-    N, C, OC = 5, 32, 48
-    weight, inp, out = (dev.asarray(to_bf16(normal(rng, *shape))) for shape in ((OC, C), (N, C), (N, OC)))
-    never = QuantizedWeight(weight, None, None, None)
-    expected = dev.empty((N, OC), BF16)
-    matmul.matmul_forward(expected, inp, weight, None, 1, N, C, OC)
-    matmul.matmul_forward(out, inp, never, None, 1, N, C, OC)
-    assert np.array_equal(dev.to_host(out), dev.to_host(expected))
 
 
 @pytest.mark.parametrize("C, OC, producer_quantizes, worth", [

@@ -11,7 +11,6 @@ import kernels.fp8.matmul as fp8_matmul
 import kernels.matmul as matmul
 from conftest import DEVICES, LONG_WARPS
 from device import from_bf16, to_bf16
-from device.fp8 import from_e4m3
 from kernels.fp8 import quantized
 from kernels.fp8.quantized import Quantized, QuantizedWeight, WeightGradient
 from llmc.data.batches import Batches
@@ -20,6 +19,7 @@ from llmc.model.activations import Cache
 from llmc.model.fp8 import in_bf16, quantized_matrices
 from llmc.model.weights import load_weights
 from llmc.step.generation import Writer
+from llmc.step.training import Training
 from llmc.step.update import adamw_update
 from models import (
     GivenBatches,
@@ -33,7 +33,7 @@ from models import (
     state_of,
 )
 from support.folders import make_folder, samples_of
-from support.fp8 import in_fp8, quantized_by_pytorch, scale_of
+from support.fp8 import assert_quantized, dequantized, in_fp8, scale_of
 from support.texts import forward_from, random_texts
 from train_gpt2_fp32 import GPT2, GPT2Config, training_step
 from train_llama3 import Llama3, Llama3Config
@@ -51,45 +51,48 @@ CONFIGS = [
 ]  # fmt: skip
 B, T = 2, 24
 
-
-
-# Whole models take long in warps of 32 on the CPU.
-@pytest.fixture(params=["cpu", LONG_WARPS, *DEVICES[2:]])
-def dev(request, monkeypatch):
-    yield from in_fp8(request, monkeypatch)
+dev = pytest.fixture(params=["cpu", LONG_WARPS, *DEVICES[2:]])(in_fp8)
 
 
 @pytest.fixture
-def large_weights(monkeypatch):
+def in_fp8_on_cpu(monkeypatch):
     """All weights are large enough."""
     device.use("cpu")
+    device.use_precision("fp8")
     monkeypatch.setattr(fp8, "MIN_GAIN", 0)
+
+
+def make(config, **options) -> Training:
+    return build(device, config, B, T, "softmax", flat_parameters(config), **options)
+
+
+def run(training: Training) -> float:
+    """Forward and backward of a batch, and its loss."""
+    ((inputs, targets),) = make_batches(training.model.config, 1, B, T)
+    return forward_backward(device, training, inputs, targets, 1 / (B * T))[1]
+
+
+def gradients(precision: str, config, **options) -> tuple[np.ndarray, float]:
+    """The gradients of a batch, and its loss."""
+    device.use_precision(precision)
+    training = make(config, **options)
+    loss = run(training)
+    return device.to_host(training.model.grads_memory), loss
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["attprojw", "fcprojw"])
-def test_a_step_with_a_weight_that_is_not_finite_says_so_and_changes_nothing(large_weights, name, value):
+def test_a_step_with_a_weight_that_is_not_finite_says_so_and_changes_nothing(in_fp8_on_cpu, name, value):
     config = CONFIGS[1]
-    device.use_precision("fp8")
     flat = flat_parameters(config)
     getattr(name_parameters(flat, config), name)[1, 5, 7] = value
     training = build(device, config, B, T, "softmax", flat)
-    ((inputs, targets),) = make_batches(config, 1, B, T)
     before, _, _ = state_of(training)
-    _, loss = forward_backward(device, training, inputs, targets, 1 / (B * T))
+    loss = run(training)
     adamw_update(training.model, training.adamw, training.exchange, 1e-2, 1)
     after, m, v = state_of(training)
     assert np.isnan(loss) and np.isnan(training.adamw.grad_norm[0])
     assert np.array_equal(before, after, equal_nan=True) and not m.any() and not v.any()
-
-
-def gradients(precision: str, config, attention: str = "softmax", **options) -> tuple[np.ndarray, float]:
-    """The gradients of a batch, and its loss."""
-    device.use_precision(precision)
-    training = build(device, config, B, T, attention, flat_parameters(config), **options)
-    ((inputs, targets),) = make_batches(config, 1, B, T)
-    _, loss = forward_backward(device, training, inputs, targets, 1 / (B * T))
-    return device.to_host(training.model.grads_memory), loss
 
 
 def rounded(values, largest: float, dtype: torch.dtype) -> torch.Tensor:
@@ -152,9 +155,8 @@ def test_a_models_gradients_are_as_good_as_by_the_recipe_of_torchao(dev, monkeyp
 
 @pytest.mark.parametrize("config", [*CONFIGS, replace(CONFIGS[2], tied_norm=False, parallel=False)], ids=name_of)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_weights_gradient_is_the_product_of_its_quantized_factors(large_weights, monkeypatch, config, recompute):
+def test_a_weights_gradient_is_the_product_of_its_quantized_factors(in_fp8_on_cpu, monkeypatch, config, recompute):
     """The input that backward has recomputed is quantized as that of forward. With dropout, if the model has it."""
-    device.use_precision("fp8")
     script, seen, multiply = sys.modules[kind_of(config).__module__], {}, matmul.matmul_backward_weight
 
     def forward(out, inp, weight: QuantizedWeight, bias, B: int, T: int, C: int, OC: int) -> None:
@@ -163,8 +165,7 @@ def test_a_weights_gradient_is_the_product_of_its_quantized_factors(large_weight
             q = inp.q
         else:
             q, wide = device.scratch("fp8 input", (B * T, C), np.uint8), from_bf16(inp.reshape(B * T, C))
-            assert weight.input_scale.scale[0] == scale_of(np.abs(wide).max())
-            assert np.array_equal(q, quantized_by_pytorch(wide, weight.input_scale.scale[0]))
+            assert_quantized(Quantized(q, None, weight.input_scale), wide)
         seen[weight] = q.copy()
 
     def checked(dweight, dout, inp, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:
@@ -173,8 +174,7 @@ def test_a_weights_gradient_is_the_product_of_its_quantized_factors(large_weight
         inp_T = inp.q_T if isinstance(inp, Quantized) else device.scratch("fp8 input_T", (C, N), np.uint8)
         if not isinstance(dout, Quantized):
             dout_T, wide = device.scratch(f"fp8 dout_T {OC}", (OC, N), np.uint8), from_bf16(dout.reshape(N, OC))
-            assert weight.grad_scale.scale[0] == scale_of(np.abs(wide).max())
-            assert np.array_equal(dout_T, quantized_by_pytorch(wide, weight.grad_scale.scale[0]).T)
+            assert_quantized(Quantized(None, dout_T, weight.grad_scale), wide)
         q = seen.pop(weight)
         assert np.abs(inp_T.T.astype(int) - q).max() <= 1 and (inp_T.T != q).mean() < 0.01  # EXACT_DEVICES
         taken.append((isinstance(inp, Quantized), isinstance(dout, Quantized)))
@@ -193,14 +193,12 @@ def test_a_weights_gradient_is_the_product_of_its_quantized_factors(large_weight
     ("weight before inp", "needs the gradient of the output of fcw of layer 1, quantized, but nobody has quantized it"),
     ("weight after another inp", "but the gradient of the output of fcw of layer 0 has overwritten it"),
 ])  # fmt: skip
-def test_a_quantized_gradient_that_is_not_there_any_more_is_an_error_that_names_it(large_weights, wrong, says):
+def test_a_quantized_gradient_that_is_not_there_any_more_is_an_error_that_names_it(in_fp8_on_cpu, wrong, says):
     """As in a new model's script, where the calls of two layers stand in the wrong order."""
-    config, N = CONFIGS[1], B * T
-    device.use_precision("fp8")
+    N = B * T
     quantized.held.clear()
-    training = build(device, config, B, T, "softmax", flat_parameters(config))
-    ((inputs, targets),) = make_batches(config, 1, B, T)
-    forward_backward(device, training, inputs, targets, 1 / N)
+    training = make(CONFIGS[1])
+    run(training)
     (p0, p1), (_, g1), (OC, C) = training.model.params.layer, training.model.grads.layer, (160, 64)
     dout, dinp, inp = (np.zeros((N, columns), device.BF16) for columns in (OC, C, C))
     if wrong == "weight after another inp":
@@ -210,41 +208,11 @@ def test_a_quantized_gradient_that_is_not_there_any_more_is_an_error_that_names_
         matmul.matmul_backward_weight(g1.fcw, dout, inp, B, T, C, OC, False)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_only_products_with_one_weight_read_what_linear_names(config):
-    """By the launches of a pass in bf16, where each layer has views of its own."""
-    device.use("cpu")
-    device.use_precision("bf16")
-    training = build(device, config, B, T, "softmax", flat_parameters(config))
-    acts, (params, grads) = training.acts, (training.model.params, training.model.grads)
-    weights, readers = {}, {}  # by the view: the addresses of its weight and of the gradient; and who reads the view
-    for a, p, g in zip(acts.layer, params.layer, grads.layer, strict=True):
-        for weight, (inp, dout) in kind_of(config).LINEAR.items():
-            for name in (inp, f"{inp}_recomputed", dout):
-                if hasattr(a, str(name)):
-                    setattr(a, name, getattr(a, name).view())
-                    weights[id(getattr(a, name))] = {device.address(getattr(of, weight)) for of in (p, g)}
-    acts.ln[:-1] = [a.ln for a in acts.layer]
-
-    def observer(name, arguments, work) -> None:
-        for key, access in device.accesses(name, arguments).items():
-            if id(arguments[key]) in weights and access == "reads":
-                others = {device.address(each) for each in arguments.values() if isinstance(each, np.ndarray)}
-                readers.setdefault(id(arguments[key]), []).append((name, bool(others & weights[id(arguments[key])])))
-        work()
-
-    ((inputs, targets),) = make_batches(config, 1, B, T)
-    with device.observe(observer):
-        forward_backward(device, training, inputs, targets, 1 / (B * T))
-    assert readers.keys() == weights.keys()
-    assert {each for found in readers.values() for each in found} == {("gemm", True)}
-
-
 def test_a_weight_is_quantized_once_a_step_and_in_each_other_pass(dev):
     """In the first batch, though backward runs its layer again. A pass between two steps, as in validation, sees the
     weights that the last step has made."""
     config = CONFIGS[1]
-    training = build(dev, config, B, T, "softmax", flat_parameters(config), recompute=True)
+    training = make(config, recompute=True)
     model, (p, *_) = training.model, training.model.params.layer
     batches = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, 6, B, T)), 2)
     device.use_recording(False)
@@ -260,53 +228,29 @@ def test_a_weight_is_quantized_once_a_step_and_in_each_other_pass(dev):
         with device.observe(observer):
             train_step(step, 1e-2)
         assert launches.count(dev.address(p.fcw.bf16)) == 2  # both passes
-        q, scale = (dev.to_host(x) for x in (p.fcw.quantized.q, p.fcw.quantized.scale.scale))
-        assert np.array_equal(q, quantized_by_pytorch(from_bf16(before), scale[0]))
+        assert_quantized(p.fcw.quantized, from_bf16(before))
         model.mark_stale()
         model.forward(training.acts, training.batch)
-        after, q, scale = (dev.to_host(x) for x in (p.fcw.bf16, p.fcw.quantized.q, p.fcw.quantized.scale.scale))
-        assert np.array_equal(q, quantized_by_pytorch(from_bf16(after), scale[0])) and not np.array_equal(after, before)
+        after = dev.to_host(p.fcw.bf16)
+        assert_quantized(p.fcw.quantized, from_bf16(after))
+        assert not np.array_equal(after, before)
     plain = in_bf16(model)
     plain.mark_stale()  # it has no quantized weights
     assert plain.params.layer[0].fcw.shape == p.fcw.bf16.shape and not plain.fp8 and model.fp8
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_a_layer_that_is_run_again_is_quantized_once(large_weights, config):
-    """Its scales are those of forward, and known."""
-    device.use_precision("fp8")
-    training = build(device, config, B, T, "softmax", flat_parameters(config), recompute=True)
-    recompute, found = training.acts.recompute_layer, []
-
-    def observer(name, arguments, work) -> None:
-        work()
-        if arguments.get("second_pass"):
-            found.append(arguments["block_amax"][-1] == arguments["scale"][0])
-
-    def observed(*args) -> None:
-        with device.observe(observer):
-            recompute(*args)
-
-    training.acts.recompute_layer = observed
-    for inputs, targets in make_batches(config, 3, B, T):
-        forward_backward(device, training, inputs, targets, 1 / (B * T))
-    assert all(found), f"{len(found) - sum(found)} of {len(found)} matrices were quantized twice"
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_quantized_weights_and_scales_fill_their_memory(large_weights, config):
-    device.use_precision("fp8")
+def test_quantized_weights_and_scales_fill_their_memory(in_fp8_on_cpu, config):
     model = kind_of(config)(config, T)
     last, memory = model.fp8.weights[-1], model.fp8.memory
     assert device.address(last.grad_scale.scale) + 16 == device.address(memory) + memory.size
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_a_gradients_scale_is_guessed_from_the_layer_after_it(large_weights, config):
+def test_a_gradients_scale_is_guessed_from_the_layer_after_it(in_fp8_on_cpu, config):
     """All layers of a matrix share the amax from which it is guessed, and no other matrix does. Inputs are not guessed
     so."""
-    device.use_precision("fp8")
-    training, found = build(device, config, B, T, "softmax", flat_parameters(config)), {}
+    training, found = make(config), {}
 
     def observer(name, arguments, work) -> None:
         work()
@@ -315,10 +259,9 @@ def test_a_gradients_scale_is_guessed_from_the_layer_after_it(large_weights, con
             found.setdefault(device.address(amax), []).append((device.address(arguments["scale"]), amax[0]))
             assert arguments["scale"][0] == scale_of(amax[0])
 
-    for inputs, targets in make_batches(config, 2, B, T):
-        found.clear()
-        with device.observe(observer):
-            forward_backward(device, training, inputs, targets, 1 / (B * T))
+    run(training)
+    with device.observe(observer):
+        run(training)
     names = quantized_matrices(kind_of(config), config)
     matrices = [[getattr(p, name) for p in training.model.params.layer] for name in names]
     expected = {device.address(layers[0].grad_scale.previous_amax): layers for layers in matrices}
@@ -327,7 +270,7 @@ def test_a_gradients_scale_is_guessed_from_the_layer_after_it(large_weights, con
         scales, amaxes = zip(*reversed(found[address]), strict=True)
         assert scales == tuple(device.address(weight.grad_scale.scale) for weight in layers)
         for weight, mine, theirs in zip(layers, amaxes, amaxes[1:], strict=False):
-            assert np.isclose(weight.grad_scale.scale[1], mine / theirs, rtol=0.5)  # a mean with another batch's
+            assert np.isclose(weight.grad_scale.scale[1], mine / theirs, rtol=0.5)  # a mean with what was there
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
@@ -338,9 +281,7 @@ def test_a_text_is_written_with_the_numbers_of_the_quantized_weights(dev, monkey
     rounded, texts = flat.copy(), random_texts(config, 3, 17)
     for name in quantized_matrices(kind_of(config), config):
         for matrix in getattr(name_parameters(rounded, config), name):
-            wide = from_bf16(to_bf16(matrix))
-            divisor = scale_of(np.abs(wide).max())
-            matrix[:] = from_e4m3(quantized_by_pytorch(wide, divisor)) * divisor
+            matrix[:] = dequantized(from_bf16(to_bf16(matrix)))
 
     def logits(precision: str, flat: np.ndarray) -> np.ndarray:
         device.use_precision(precision)
@@ -359,11 +300,11 @@ def test_a_text_is_written_with_the_numbers_of_the_quantized_weights(dev, monkey
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_a_batch_of_rows_that_do_not_fit_is_not_quantized(large_weights, config):
+def test_a_batch_of_rows_that_do_not_fit_is_not_quantized(in_fp8_on_cpu, config):
     found = []
     for precision in "fp8", "bf16":
         device.use_precision(precision)
-        training = build(device, config, B, T, "softmax", flat_parameters(config))
+        training = make(config)
         ((inputs, targets),) = make_batches(config, 1, B, T)
         forward_backward(device, training, inputs[:1, :5], targets[:1, :5], 1 / 5)
         found.append(device.to_host(training.model.grads_memory))
@@ -396,7 +337,7 @@ def test_a_run_changes_to_fp8_and_back(tmp_path, trainer_here, monkeypatch, caps
         shutil.rmtree(folder / "run" / "step_00000005")
 
 
-def test_a_run_without_large_weights_says_so(tmp_path, trainer_here):
+def test_a_run_without_in_fp8_on_cpu_says_so(tmp_path, trainer_here):
     folder = make_folder(tmp_path / "cpu.llama3")
     flags = ["-e", "tiny", "-i", "data", "-b", "2", "-s", "0", "-v", "0", "--device", "cpu", "-x", "1"]
     found = []

@@ -1,31 +1,22 @@
 """gelu.cu against PyTorch's gelu in both forms, with the bias in front of it."""
 
+import device
 from kernels.gelu import gelu_backward, gelu_forward, matmul_gelu_forward
-from oracle import KERNEL_FP32, assert_close, exact, guarded, kernel_tolerance, leaf, normal, to_numpy
+from oracle import KERNEL_FP32, assert_close, exact, kernel_tolerance, leaf, normal, to_numpy
+from support.kernels import FP32, autograd, gradient, launch, parameter, recomputed, shapes, update, write
 
 import numpy as np
 import pytest
+import torch
 import torch.nn.functional as F
-from hypothesis import example, given
-from hypothesis import strategies as st
 
-FP32 = np.float32
-
-
-@pytest.fixture
-def dev(each_type):
-    return each_type
-
-
-# In a model C is 4 times an odd number of channels, or more, and the bias then need not begin at 16 bytes.
+on_each_type = pytest.mark.usefixtures("each_type")
 each_form = pytest.mark.parametrize("form", ["tanh", "none"])  # PyTorch's name of the erf form is "none"
-any_shape = given(N=st.integers(1, 150), C=st.integers(1, 150), shift=st.integers(0, 3))
-
-
-def examples(test):
-    for N, C, shift in [(16, 64, 0), (5, 7, 1), (65, 130, 2), (3, 1025, 0), (128, 84, 3), (16391, 2, 0)]:
-        test = example(N=N, C=C, shift=shift)(test)
-    return test
+# In a model C is 4 times an odd number of channels, or more, and the bias then need not begin at 16 bytes.
+any_shape = shapes(
+    (16, 64, 0), (5, 7, 1), (65, 130, 2), (3, 1025, 0), (128, 84, 3), (16391, 2, 0),
+    N=(1, 150), C=(1, 150), shift=(0, 3),
+)  # fmt: skip
 
 
 def make(N: int, C: int) -> tuple:
@@ -36,36 +27,38 @@ def make(N: int, C: int) -> tuple:
     return exact(inp), normal(rng, C), normal(rng, N, C)
 
 
+def gelu(inp, bias, form: str) -> torch.Tensor:
+    return F.gelu(inp + bias, approximate=form)
+
+
+def backward(dout: np.ndarray, dbias: np.ndarray | None, inp: np.ndarray, bias, form: str, shift: int = 0) -> list:
+    """dinp, dbias and the output once more."""
+    dinp, dbias, (N, C) = update(dout), None if dbias is None else gradient(dbias), inp.shape
+    bias = None if bias is None else parameter(bias)
+    return launch(gelu_backward, dinp, dbias, recomputed(N, C), dinp, inp, bias, N, C, form == "none", shift=shift)
+
+
+@on_each_type
 @each_form
 @any_shape
-@examples
-def test_gelu_forward_adds_the_bias_first(dev, form, N, C, shift):
+def test_gelu_forward_adds_the_bias_first(form, N, C, shift):
     inp, bias, _ = make(N, C)
-    with guarded(dev) as memory, guarded(dev, shift) as parameters:
-        out = memory.write((N, C))
-        gelu_forward(out, memory.read(inp), parameters.read(bias), N, C, form == "none")
-    assert_close("gelu", out, F.gelu(leaf(inp) + leaf(bias), approximate=form), KERNEL_FP32)
+    (out,) = launch(gelu_forward, write(N, C), inp, parameter(bias), N, C, form == "none", shift=shift)
+    assert_close("gelu", out, gelu(leaf(inp), leaf(bias), form), KERNEL_FP32)
 
 
+@on_each_type
 @each_form
 @any_shape
-@examples
-def test_gelu_backward_replaces_the_gradient_adds_the_bias_gradient_and_recomputes_the_output(
-    dev, form, N, C, shift
-):
+def test_gelu_backward_replaces_the_gradient_adds_the_bias_gradient_and_recomputes_the_output(form, N, C, shift):
     inp, bias, dout = make(N, C)
     before = normal(np.random.default_rng(C), C)
-    with guarded(dev) as memory, guarded(dev, shift) as parameters:
-        dinp, dbias = memory.update(dout), parameters.update(before, FP32)
-        again = memory.recomputed(N, C)
-        gelu_backward(dinp, dbias, again, dinp, memory.read(inp), parameters.read(bias), N, C, form == "none")
-    inp64, bias64 = leaf(inp), leaf(bias)
-    out = F.gelu(inp64 + bias64, approximate=form)
-    (out * leaf(dout).detach()).sum().backward()
-    assert_close("dinp", dinp, inp64.grad, KERNEL_FP32)
+    dinp, dbias, again = backward(dout, before, inp, bias, form, shift)
+    out, dinp64, dbias64 = autograd(lambda *inputs: gelu(*inputs, form), dout, inp, bias)
+    assert_close("dinp", dinp, dinp64, KERNEL_FP32)
     # Compared together with what is added up: a column's gradients may cancel to next to nothing.
-    added_up = inp64.grad.abs().sum(0) + leaf(before).abs()
-    assert_close("dbias", leaf(dbias) + added_up, bias64.grad + leaf(before) + added_up, KERNEL_FP32)
+    added_up = dinp64.abs().sum(0) + leaf(before).abs()
+    assert_close("dbias", leaf(dbias) + added_up, dbias64 + leaf(before) + added_up, KERNEL_FP32)
     assert_close("gelu again", again, out, KERNEL_FP32)
 
 
@@ -74,36 +67,32 @@ def test_gelu_backward_replaces_the_gradient_adds_the_bias_gradient_and_recomput
 def test_product_bias_and_gelu_are_one_call_that_keeps_the_product_without_the_bias(each_product, form, B, T, C, OC):
     rng = np.random.default_rng([B, T, C, OC])
     inp, weight, bias = exact(normal(rng, B, T, C) / C**0.5), normal(rng, OC, C), normal(rng, OC)
-    with guarded(each_product) as memory, guarded(each_product, shift=OC % each_product.width()) as parameters:
-        out, fch = memory.write((B, T, OC)), memory.write((B, T, OC))
-        ours_weight, ours_bias = parameters.read(weight), parameters.read(bias)
-        matmul_gelu_forward(out, fch, memory.read(inp), ours_weight, ours_bias, B, T, C, OC, erf=form == "none")
-    assert_close("fch", fch, leaf(inp) @ leaf(weight).T, kernel_tolerance(each_product))
-    assert_close("gelu", out, F.gelu(leaf(fch) + leaf(bias), approximate=form), KERNEL_FP32)  # of fch as it is stored
+    out, fch = launch(
+        matmul_gelu_forward, write(B, T, OC), write(B, T, OC), inp, parameter(weight), parameter(bias), B, T, C, OC,
+        erf=form == "none", shift=OC % device.width(),
+    )  # fmt: skip
+    assert_close("fch", fch, leaf(inp) @ leaf(weight).T, kernel_tolerance(device))
+    assert_close("gelu", out, gelu(leaf(fch), leaf(bias), form), KERNEL_FP32)  # of fch as it is stored
 
 
+@on_each_type
 @each_form
-def test_gelu_of_huge_numbers_is_themselves_or_zero(dev, form):
-    inp = np.array([[-8192, -80, -20, 20, 80, 8192]], FP32)
-    with guarded(dev) as memory:
-        out, x, bias = memory.write((1, 6)), memory.read(inp), memory.read(np.zeros(6, np.float32))
-        dinp, dbias = memory.update(np.ones((1, 6), FP32)), memory.update(np.zeros(6, FP32), FP32)
-        gelu_forward(out, x, bias, 1, 6, form == "none")
-        gelu_backward(dinp, dbias, memory.recomputed(1, 6), dinp, x, bias, 1, 6, form == "none")
+def test_gelu_of_huge_numbers_is_themselves_or_zero(form):
+    inp, ones, zeros = np.array([[-8192, -80, -20, 20, 80, 8192]], FP32), np.ones((1, 6), FP32), np.zeros(6, FP32)
+    (out,) = launch(gelu_forward, write(1, 6), inp, zeros, 1, 6, form == "none")
+    dinp, *_ = backward(ones, zeros, inp, zeros, form)
     assert to_numpy(out).tolist() == [[0, 0, 0, 20, 80, 8192]]
     assert to_numpy(dinp).tolist() == [[0, 0, 0, 1, 1, 1]]
 
 
+@on_each_type
 @each_form
 @pytest.mark.parametrize("C", [64, 7])
-def test_without_a_bias_gelu_is_that_of_a_bias_of_zeros(dev, form, C):
+def test_without_a_bias_gelu_is_that_of_a_bias_of_zeros(form, C):
     inp, _, dout = make(20, C)
     results = []
-    for zeros in np.zeros(C, np.float32), None:
-        with guarded(dev) as memory:
-            x, out, dinp, again = memory.read(inp), memory.write((20, C)), memory.update(dout), memory.recomputed(20, C)
-            bias, dbias = (None, None) if zeros is None else (memory.read(zeros), memory.update(zeros, FP32))
-            gelu_forward(out, x, bias, 20, C, form == "none")
-            gelu_backward(dinp, dbias, again, dinp, x, bias, 20, C, form == "none")
-        results.append([dev.to_host(array).tobytes() for array in (out, dinp, again)])
+    for zeros in np.zeros(C, FP32), None:
+        (out,) = launch(gelu_forward, write(20, C), inp, zeros, 20, C, form == "none")
+        dinp, *_, again = backward(dout, zeros, inp, zeros, form)
+        results.append([device.to_host(array).tobytes() for array in (out, dinp, again)])
     assert results[0] == results[1]

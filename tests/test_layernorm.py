@@ -1,133 +1,101 @@
 """layernorm.cu against PyTorch's layer_norm, with the residual connection in front of it."""
 
+import device
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_recompute
 from kernels.reduce import MAX_PARTIALS
-from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, normal
+from oracle import KERNEL_FP32, assert_close, exact, leaf, normal
+from support.kernels import FP32, autograd, fp32, gradient, launch, parameter, recomputed, shapes, update, write
 
 import numpy as np
 import pytest
+import torch
 import torch.nn.functional as F
-from hypothesis import example, given
-from hypothesis import strategies as st
 
-FP32 = np.float32
-
-
-@pytest.fixture
-def dev(each_type):
-    return each_type
-
+pytestmark = pytest.mark.usefixtures("each_type")
 
 # Rows of two or three numbers may be nearly constant: layernorm then magnifies the rounding of its input without bound.
-any_shape = given(B=st.integers(1, 4), T=st.integers(1, 30), C=st.integers(5, 150))
+any_shape = shapes(
+    (2, 8, 64), (1, 5, 7), (3, 43, 130), (1, 9, 768), (2, 64, 64), (1, 65, 129), (1, 3, 1601),
+    B=(1, 4), T=(1, 30), C=(5, 150),
+)  # fmt: skip
 
 
-def layer_norm(x, weight, bias):
+def make(B: int, T: int, C: int) -> tuple:
+    """x (B,T,C), weight and bias (C)."""
+    rng = np.random.default_rng([B, T, C])
+    return rng, exact(2 * normal(rng, B, T, C) + 3), normal(rng, C), normal(rng, C)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, eps=1e-5)
 
 
+def mean_and_rstd(x) -> tuple[np.ndarray, np.ndarray]:
+    x = leaf(x).detach()
+    return x.mean(-1).numpy(), (x.var(-1, correction=0) + 1e-5).rsqrt().numpy()
+
+
+@pytest.mark.parametrize("fused", [False, True])
 @any_shape
-@example(B=2, T=8, C=64)
-@example(B=1, T=5, C=7)
-@example(B=3, T=11, C=130)
-@example(B=1, T=9, C=768)
-@example(B=1, T=3, C=1601)
-def test_layernorm_forward_sets_output_mean_and_rstd(dev, B, T, C):
-    rng = np.random.default_rng([B, T, C])
-    x, weight, bias = exact(2 * normal(rng, B, T, C) + 3), normal(rng, C), normal(rng, C)
-    with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
-        out, mean, rstd = memory.write((B, T, C)), memory.write((B, T), FP32), memory.write((B, T), FP32)
-        norm = parameters.read(weight), parameters.read(bias)
-        layernorm_forward(out, (mean, rstd), memory.read(x), norm, B, T, C)
-    x = leaf(x)
-    assert_close("mean", mean, x.mean(-1), KERNEL_FP32)
-    assert_close("rstd", rstd, (x.var(-1, correction=0) + 1e-5).rsqrt(), KERNEL_FP32)
-    assert_close("out", out, layer_norm(x, leaf(weight), leaf(bias)), KERNEL_FP32)
+def test_layernorm_forward_sets_output_mean_and_rstd(fused, B, T, C):
+    rng, x, weight, bias = make(B, T, C)
+    launcher, outputs, inputs = layernorm_forward, [write(B, T, C)], [x]
+    if fused:
+        launcher, outputs, inputs = fused_residual_forward, [write(B, T, C), *outputs], [x, normal(rng, B, T, C)]
+    stats, norm = [write(B, T, dtype=FP32) for _ in range(2)], [parameter(weight), parameter(bias)]
+    *residual, out, mean, rstd = launch(launcher, *outputs, stats, *inputs, norm, B, T, C, shift=C % device.width())
+    if fused:
+        assert_close("residual", residual[0], leaf(inputs[0]) + leaf(inputs[1]), KERNEL_FP32)
+        x = residual[0]  # as it is stored
+    for name, got, want in zip(("mean", "rstd"), (mean, rstd), mean_and_rstd(x), strict=True):
+        assert_close(name, got, want, KERNEL_FP32)
+    assert_close("out", out, layer_norm(leaf(x), leaf(weight), leaf(bias)), KERNEL_FP32)
 
 
+@pytest.mark.parametrize("shift", [0, 1])
 @any_shape
-@example(B=2, T=8, C=64)
-@example(B=1, T=5, C=7)
-@example(B=3, T=11, C=130)
-@example(B=1, T=9, C=768)
-def test_fused_residual_forward_adds_the_projection_before_the_layernorm(dev, B, T, C):
-    rng = np.random.default_rng([B, T, C])
-    inp1, inp2, weight, bias = (normal(rng, *shape) for shape in [(B, T, C)] * 2 + [(C,)] * 2)
-    with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
-        residual, out = memory.write((B, T, C)), memory.write((B, T, C))
-        mean, rstd = memory.write((B, T), FP32), memory.write((B, T), FP32)
-        norm = parameters.read(weight), parameters.read(bias)
-        fused_residual_forward(residual, out, (mean, rstd), memory.read(inp1), memory.read(inp2), norm, B, T, C)
-    assert_close("residual", residual, leaf(inp1) + leaf(inp2), KERNEL_FP32)
-    x = leaf(residual)  # as it is stored
-    assert_close("residual mean", mean, x.mean(-1), KERNEL_FP32)
-    assert_close("residual rstd", rstd, (x.var(-1, correction=0) + 1e-5).rsqrt(), KERNEL_FP32)
-    assert_close("residual out", out, layer_norm(x, leaf(weight), leaf(bias)), KERNEL_FP32)
-
-
-def mean_and_rstd(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What forward keeps of x (B,T,C)."""
-    x = x.astype(np.float64)
-    return x.mean(-1).astype(FP32), (1 / np.sqrt(x.var(-1) + 1e-5)).astype(FP32)
-
-
-@any_shape
-@example(B=2, T=64, C=64)
-@example(B=1, T=5, C=7)
-@example(B=3, T=43, C=130)
-@example(B=1, T=65, C=129)
-def test_layernorm_is_recomputed(dev, B, T, C):
-    rng = np.random.default_rng([B, T, C])
-    x, weight, bias = normal(rng, B, T, C), normal(rng, C), normal(rng, C)
-    with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
-        out, norm = memory.recomputed(B * T, C), (parameters.read(weight), parameters.read(bias))
-        stats = [memory.read(values, FP32) for values in mean_and_rstd(x)]
-        layernorm_recompute(out, memory.read(x), norm, stats, B, T, C)
+def test_layernorm_is_recomputed(shift, B, T, C):
+    _, x, weight, bias = make(B, T, C)
+    norm, stats = [parameter(weight), parameter(bias)], [fp32(each) for each in mean_and_rstd(x)]
+    (out,) = launch(layernorm_recompute, recomputed(B * T, C), x, norm, stats, B, T, C, shift=shift)
     assert_close("recomputed", out, layer_norm(leaf(x), leaf(weight), leaf(bias)).reshape(B * T, C), KERNEL_FP32)
 
 
-def check_backward(dev, B: int, T: int, C: int, with_bias2: bool) -> None:
-    rng = np.random.default_rng([B, T, C])
-    x, dout, before = (normal(rng, B, T, C) for _ in range(3))
-    weight, dweight, dbias, dbias2 = (normal(rng, C) for _ in range(4))
-    x64, weight64, bias64 = leaf(x), leaf(weight), leaf(np.zeros(C))
-    (layer_norm(x64, weight64, bias64) * leaf(dout).detach()).sum().backward()
-    with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
-        ours_dinp = memory.update(before)
-        ours_dweight, ours_dbias = parameters.update(dweight, FP32), parameters.update(dbias, FP32)
-        ours_dbias2 = parameters.update(dbias2, FP32) if with_bias2 else None
-        stats = [memory.read(values, FP32) for values in mean_and_rstd(x)]
-        inputs = memory.read(dout), memory.read(x), (parameters.read(weight), None), stats
-        layernorm_backward(ours_dinp, (ours_dweight, ours_dbias), *inputs, B, T, C, dbias2=ours_dbias2)
-    dinp = x64.grad + leaf(before).detach()
-    assert_close("dinp", ours_dinp, dinp, KERNEL_FP32)
-    assert_close("dweight", ours_dweight, weight64.grad + leaf(dweight), KERNEL_FP32)
-    assert_close("dbias", ours_dbias, bias64.grad + leaf(dbias), KERNEL_FP32)
-    if with_bias2:
-        assert_close("dbias2", ours_dbias2, dinp.sum((0, 1)) + leaf(dbias2), KERNEL_FP32)
+def check_backward(B: int, T: int, C: int, with_bias2: bool = True) -> None:
+    rng, x, weight, bias = make(B, T, C)
+    dout, before = normal(rng, B, T, C), normal(rng, B, T, C)
+    biases = [normal(rng, C) for _ in range(3 if with_bias2 else 2)]
+    dweight, dbias, *dbias2 = (gradient(each) for each in biases)
+    dinp, *sums = launch(
+        layernorm_backward, update(before), (dweight, dbias), dout, x, (parameter(weight), None),
+        [fp32(each) for each in mean_and_rstd(x)], B, T, C, dbias2=dbias2[0] if dbias2 else None,
+        shift=C % device.width(),
+    )  # fmt: skip
+    _, dx64, *sums64 = autograd(layer_norm, dout, x, weight, bias)
+    dx64 = dx64 + leaf(before).detach()
+    assert_close("dinp", dinp, dx64, KERNEL_FP32)
+    sums64.append(dx64.sum((0, 1)))
+    for name, got, want, start in zip(("dweight", "dbias", "dbias2"), sums, sums64, biases, strict=False):
+        assert_close(name, got, want + leaf(start), KERNEL_FP32)
 
 
 @any_shape
-@example(B=2, T=8, C=64)
-@example(B=1, T=5, C=7)
-@example(B=3, T=11, C=130)
-@example(B=1, T=9, C=768)
-def test_layernorm_backward_adds_to_the_residual_gradient_and_sums_it_for_the_bias_before(dev, B, T, C):
-    check_backward(dev, B, T, C, with_bias2=True)
+def test_layernorm_backward_adds_to_the_residual_gradient_and_sums_it_for_the_bias_before(B, T, C):
+    check_backward(B, T, C)
 
 
-def test_layernorm_backward_takes_no_bias_before_the_first_layer(dev):
-    check_backward(dev, 2, 13, 20, with_bias2=False)
+def test_layernorm_backward_takes_no_bias_before_the_first_layer():
+    check_backward(2, 13, 20, with_bias2=False)
 
 
 @pytest.mark.parametrize("T, C", [(5461, 5), (1500, 8)])
-def test_layernorm_backward_gives_a_block_more_rows_than_it_has_warps(dev, T, C):
-    assert 3 * T > 8 * MAX_PARTIALS or dev.kind == "cpu" and 3 * T > 8 * 4 * dev.multiprocessors
-    check_backward(dev, 3, T, C, with_bias2=True)
+def test_layernorm_backward_gives_a_block_more_rows_than_it_has_warps(T, C):
+    assert 3 * T > 8 * MAX_PARTIALS or device.kind == "cpu" and 3 * T > 8 * 4 * device.multiprocessors
+    check_backward(3, T, C)
 
 
 @pytest.mark.parametrize("lacking", [0, 3])
-def test_layernorm_backward_takes_fewer_rows_at_once_where_shared_memory_is_too_small(dev, columns_that_fit, lacking):
+def test_layernorm_backward_takes_fewer_rows_at_once_where_shared_memory_is_too_small(columns_that_fit, lacking):
     C = columns_that_fit(2 * 3, 1024, few=528) - lacking
-    assert min(8, C // 128) * 2 * 4 * C > dev.shared_memory
-    check_backward(dev, 1, 9, C, with_bias2=True)
+    assert min(8, C // 128) * 2 * 4 * C > device.shared_memory
+    check_backward(1, 9, C)

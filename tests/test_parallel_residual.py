@@ -2,27 +2,21 @@
 
 import itertools
 
-from draws import factors, words
+import device
 from kernels.dropout import Dropout
-from kernels.norm import recompute_norm
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MAX_PARTIALS
-from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, normal, to_numpy
+from oracle import KERNEL_FP32, assert_close, exact, leaf, normal, to_numpy
+from support.draws import factors, words
+from support.kernels import FP32, Place, fp32, gradient, launch, parameter, shapes, update, write
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+
+pytestmark = pytest.mark.usefixtures("each_type")
 
 EPS = 1e-5
-FP32 = np.float32
-
-
-@pytest.fixture
-def dev(each_type):
-    return each_type
-
 
 # The norm, whether both branches read the same output ("tied"), and the rates at which each branch is dropped.
 VARIANTS = itertools.product(("layernorm", "rmsnorm"), ("tied", "untied"), ("0,0", ".3,.3", ".5,0"))
@@ -31,23 +25,19 @@ each_variant = pytest.mark.parametrize("variant", [
     pytest.param(" ".join(words), marks=[] if i in ORDINARY else pytest.mark.long) for i, words in enumerate(VARIANTS)
 ])  # fmt: skip
 
-# A parameter stands anywhere in its buffer, so it need not begin at 16 bytes even where C is a multiple of 8. Rows of
-# two or three numbers may be nearly constant: a norm then magnifies the rounding of its input without bound.
-any_shape = given(B=st.integers(1, 4), T=st.integers(1, 30), C=st.integers(5, 150), shift=st.integers(0, 3))
-
-
-def examples(test):
-    for B, T, C, shift in [(2, 8, 64, 0), (1, 5, 7, 1), (3, 43, 130, 2), (1, 9, 768, 0), (1, 3, 2050, 3)]:
-        test = example(B=B, T=T, C=C, shift=shift)(test)
-    return test
+# Rows of two or three numbers may be nearly constant: a norm then magnifies the rounding of its input without bound.
+any_shape = shapes(
+    (2, 8, 64, 0), (1, 5, 7, 1), (3, 43, 130, 2), (1, 9, 768, 0), (1, 3, 2050, 3),
+    B=(1, 3), T=(1, 16), C=(5, 150), shift=(0, 3),
+)  # fmt: skip
 
 
 class Case:
-    """A variant's inputs, with the dropouts' words in `memory`, and its definition in float64."""
+    """A variant's inputs, and its definition in float64."""
 
-    def __init__(self, memory, variant: str, B: int, T: int, C: int, branches: int = 2):
+    def __init__(self, variant: str, B: int, T: int, C: int, branches: int = 2):
         norm, outputs, rates = variant.split()
-        self.shape, self.centred, self.outputs = (B, T, C), norm == "layernorm", 2 if outputs == "untied" else 1
+        self.centred, self.outputs = norm == "layernorm", 2 if outputs == "untied" else 1
         self.rng = rng = np.random.default_rng([B, T, C])
         x = 2 * normal(rng, B, T, C) + 1
         self.inp = exact(x + np.copysign(FP32(0.5), x))
@@ -56,10 +46,14 @@ class Case:
         self.weights = [normal(rng, C) for _ in range(self.outputs)]
         self.shifts = [normal(rng, C) if self.centred else None for _ in range(self.outputs)]
         self.dropouts = [
-            Dropout(memory.read(words(float(rate))), site) if float(rate) and site <= branches else None
-            for site, rate in enumerate(rates.split(","), start=1)
+            Dropout(words(float(rate)), site) if float(rate) else None
+            for site, rate in enumerate(rates.split(",")[:branches], start=1)
         ]
         self.factors = [factors(dropout, B, T, C) for dropout in self.dropouts]
+
+    def norms(self) -> list[tuple[Place, Place | None]]:
+        pairs = zip(self.weights, self.shifts, strict=True)
+        return [(parameter(weight), None if shift is None else parameter(shift)) for weight, shift in pairs]
 
     def define(self, stored: np.ndarray | None = None) -> None:
         """Sets leaves and, from them, x, the norm's input, as it is before it is stored, and `stored`, by default x in
@@ -68,143 +62,102 @@ class Case:
         for name in "projs", "biases", "weights", "shifts":
             self.leaves[name] = [None if values is None else leaf(values) for values in getattr(self, name)]
         x = self.leaves["inp"]
-        for proj, bias, factor in zip(self.leaves["projs"], self.leaves["biases"], self.factors, strict=False):
+        for proj, bias, factor in zip(self.leaves["projs"], self.leaves["biases"], self.factors, strict=True):
             x = x + (proj + bias) * factor
         self.x = x
         self.stored = exact(to_numpy(x).astype(FP32)) if stored is None else stored
         x = x + (leaf(self.stored) - x).detach()  # its numbers, and the gradient of x
-        self.mean = x.mean(-1, keepdim=True) if self.centred else torch.zeros(())
-        self.rstd = ((x - self.mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
-        n = (x - self.mean) * self.rstd
+        mean = x.mean(-1, keepdim=True) if self.centred else torch.zeros(())
+        rstd = ((x - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
+        n = (x - mean) * rstd
+        self.stats = mean[..., 0] if self.centred else None, rstd[..., 0]
         self.outs = [
             n * weight + (0 if shift is None else shift)
             for weight, shift in zip(self.leaves["weights"], self.leaves["shifts"], strict=True)
         ]
 
-    def statistics(self, memory) -> tuple:
-        """mean, None for RMSNorm, and rstd, as forward leaves them."""
-        mean, rstd = (to_numpy(each).astype(FP32) for each in (self.mean, self.rstd))
-        return memory.read(mean[..., 0], FP32) if self.centred else None, memory.read(rstd[..., 0], FP32)
+    def given_stats(self) -> list[Place | None]:
+        """As forward leaves them."""
+        return [None if each is None else fp32(to_numpy(each)) for each in self.stats]
 
 
-def pair(values: list) -> list:
-    """Two of them, None for those that lack."""
-    return [*values, None, None][:2]
-
-
-def optional(place, values):
-    return None if values is None else place(values)
-
-
-def check_forward(dev, variant: str, B: int, T: int, C: int, shift: int, branches: int = 2) -> None:
-    with guarded(dev) as memory, guarded(dev, shift) as parameters:
-        case = Case(memory, variant, B, T, C, branches)
-        residual = memory.write(case.shape) if branches else None
-        outs = [memory.write(case.shape) for _ in range(case.outputs)]
-        mean, rstd = stats = memory.write((B, T), FP32) if case.centred else None, memory.write((B, T), FP32)
-        projs = [memory.read(values) for values in case.projs]
-        ours = {
-            name: [optional(parameters.read, values) for values in getattr(case, name)]
-            for name in ("weights", "shifts")
-        }
-        added = list(zip(projs, case.dropouts, strict=False))
-        norms = list(zip(ours["weights"], ours["shifts"], strict=True))
-        parallel_residual_forward(residual, outs, stats, memory.read(case.inp), norms, EPS, B, T, C, branches=added)
-    case.define(to_numpy(residual) if branches else None)
-    if branches:
-        assert_close("residual", residual, case.x, KERNEL_FP32)
-    if case.centred:
-        assert_close("mean", mean, case.mean[..., 0], KERNEL_FP32)
-    assert_close("rstd", rstd, case.rstd[..., 0], KERNEL_FP32)
-    for name, out, want in zip(("out0", "out1"), outs, case.outs, strict=False):
-        assert_close(name, out, want, KERNEL_FP32)
+def check_forward(variant: str, B: int, T: int, C: int, shift: int, branches: int = 2) -> None:
+    case = Case(variant, B, T, C, branches)
+    residual = write(B, T, C) if branches else None
+    outs = [write(B, T, C) for _ in range(case.outputs)]
+    stats = [write(B, T, dtype=FP32) if case.centred else None, write(B, T, dtype=FP32)]
+    added = list(zip(case.projs, case.dropouts, strict=True))
+    args = residual, outs, stats, case.inp, case.norms(), EPS, B, T, C
+    found = launch(parallel_residual_forward, *args, branches=added, shift=shift)
+    case.define(to_numpy(found[0]) if branches else None)
+    wanted = [case.x if branches else None, *case.outs, *case.stats]
+    names = ["residual", *(f"out{i}" for i in range(case.outputs)), "mean", "rstd"]
+    there = [(name, want) for name, want in zip(names, wanted, strict=True) if want is not None]
+    for got, (name, want) in zip(found, there, strict=True):
+        assert_close(name, got, want, KERNEL_FP32)
 
 
 @each_variant
 @any_shape
-@examples
-def test_forward_adds_both_branches_to_the_stream_normalises_it_once_and_scales_it_for_each(
-    dev, variant, B, T, C, shift
-):
-    check_forward(dev, variant, B, T, C, shift)
+def test_forward_adds_both_branches_to_the_stream_normalises_it_once_and_scales_it_for_each(variant, B, T, C, shift):
+    check_forward(variant, B, T, C, shift)
 
 
 @pytest.mark.parametrize("variant", ["layernorm untied 0,0", "rmsnorm tied 0,0", "layernorm tied .3,0"])
 @pytest.mark.parametrize("branches", [0, 1])
-def test_forward_takes_fewer_branches(dev, variant, branches):
-    check_forward(dev, variant, 2, 7, 44, 0, branches)
+def test_forward_takes_fewer_branches(variant, branches):
+    check_forward(variant, 2, 7, 44, 0, branches)
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@any_shape
-@examples
-def test_an_output_is_recomputed(dev, norm, B, T, C, shift):
-    with guarded(dev) as memory, guarded(dev, shift) as parameters:
-        case = Case(memory, f"{norm} untied 0,0", B, T, C)
-        case.define()
-        out = memory.recomputed(B * T, C)
-        second = [optional(parameters.read, values) for values in (case.weights[1], case.shifts[1])]
-        recompute_norm(out, memory.read(case.stored), second, case.statistics(memory), B, T, C)
-    assert_close("recomputed", out, case.outs[1].reshape(B * T, C), KERNEL_FP32)
+def check_backward(variant: str, B: int, T: int, C: int, shift: int = 0, biases: int = 2, branches: int = 2) -> None:
+    case = Case(variant, B, T, C, branches)
+    case.define()
+    stream = normal(case.rng, B, T, C)  # the residual stream's own gradient
+    douts = [normal(case.rng, B, T, C) for _ in range(case.outputs)]
+    loss = sum(
+        (out * leaf(dout).detach()).sum() for out, dout in zip([case.x, *case.outs], [stream, *douts], strict=True)
+    )
+    loss.backward()
+    expected = [("dinp", case.leaves["inp"].grad)]
 
+    def added_to(name: str, i: int) -> Place:
+        before = normal(case.rng, C)
+        expected.append((f"{name} {i}", case.leaves[name][i].grad + leaf(before).detach()))
+        return gradient(before)
 
-def check_backward(dev, variant: str, B: int, T: int, C: int, shift: int, biases: int = 2, branches: int = 2) -> None:
-    with guarded(dev) as memory, guarded(dev, shift) as parameters:
-        case = Case(memory, variant, B, T, C, branches)
-        case.define()
-        stream = normal(case.rng, B, T, C)  # the residual stream's own gradient
-        douts = [normal(case.rng, B, T, C) for _ in range(case.outputs)]
-        loss = (case.x * leaf(stream).detach()).sum()
-        for out, dout in zip(case.outs, douts, strict=True):
-            loss = loss + (out * leaf(dout).detach()).sum()
-        loss.backward()
+    def dproj(i: int) -> Place:
+        expected.append((f"dproj{i}", case.leaves["projs"][i].grad))
+        return write(B, T, C)
 
-        dinp = memory.update(stream)
-        dprojs = [memory.write(case.shape) if dropout else None for dropout in case.dropouts]
-        before = {name: [normal(case.rng, C) for _ in range(2)] for name in ("weights", "shifts", "biases")}
-        count = {"weights": case.outputs, "shifts": case.outputs * case.centred, "biases": biases}
-        ours = {
-            name: pair([parameters.update(values, FP32) for values in arrays[: count[name]]])
-            for name, arrays in before.items()
-        }
-        added = list(zip(dprojs, ours["biases"], case.dropouts, strict=True))[:branches]
-        dnorms = list(zip(ours["weights"], ours["shifts"], strict=True))[: case.outputs]
-        norms = [(parameters.read(weight), None) for weight in case.weights]
-        parallel_residual_backward(
-            dinp, dnorms, [memory.read(dout) for dout in douts], memory.read(case.stored), norms,
-            case.statistics(memory), B, T, C, branches=added,
-        )  # fmt: skip
-    assert_close("dinp", dinp, case.leaves["inp"].grad, KERNEL_FP32)
-    for i, dproj in enumerate(dprojs):
-        if dproj is not None:
-            assert_close(f"dproj{i}", dproj, case.leaves["projs"][i].grad, KERNEL_FP32)
-    for name, arrays in ours.items():
-        for i, array in enumerate(arrays[: count[name]]):
-            assert_close(f"{name} {i}", array, case.leaves[name][i].grad + leaf(before[name][i]).detach(), KERNEL_FP32)
+    dnorms = [(added_to("weights", i), added_to("shifts", i) if case.centred else None) for i in range(case.outputs)]
+    added = [(dproj(i) if dropout else None, added_to("biases", i) if i < biases else None, dropout)
+             for i, dropout in enumerate(case.dropouts)]  # fmt: skip
+    args = update(stream), dnorms, douts, case.stored, [(weight, None) for weight, _ in case.norms()]
+    found = launch(parallel_residual_backward, *args, case.given_stats(), B, T, C, branches=added, shift=shift)
+    for got, (name, want) in zip(found, expected, strict=True):
+        assert_close(name, got, want, KERNEL_FP32)
 
 
 @each_variant
 @any_shape
-@examples
-def test_backward_adds_to_the_residual_gradient_and_passes_it_back_through_both_dropouts(dev, variant, B, T, C, shift):
-    check_backward(dev, variant, B, T, C, shift)
+def test_backward_adds_to_the_residual_gradient_and_passes_it_back_through_both_dropouts(variant, B, T, C, shift):
+    check_backward(variant, B, T, C, shift)
 
 
-@pytest.mark.parametrize("variant", ["layernorm untied 0,0", "rmsnorm tied 0,0", "layernorm untied .3,.3"])
-@pytest.mark.parametrize("biases", [0, 1])
-def test_backward_leaves_out_the_bias_gradients_that_are_not_wanted(dev, variant, biases):
-    check_backward(dev, variant, 2, 13, 20, 0, biases)
-
-
-def test_backward_of_the_first_block_can_give_the_embeddings_gradient_through_its_dropout(dev):
-    check_backward(dev, "layernorm untied .3,0", 2, 13, 20, 0, biases=0, branches=1)
+# Last: the first block gives the gradient of the embedding through its dropout.
+@pytest.mark.parametrize("variant, biases, branches", [
+    *((variant, biases, 2) for variant in ("layernorm untied 0,0", "rmsnorm tied 0,0", "layernorm untied .3,.3")
+      for biases in (0, 1)), ("layernorm untied .3,0", 0, 1),
+])  # fmt: skip
+def test_backward_leaves_out_what_is_not_wanted(variant, biases, branches):
+    check_backward(variant, 2, 13, 20, 0, biases, branches)
 
 
 @pytest.mark.parametrize("variant", ["layernorm untied .3,.3", "rmsnorm tied 0,0"])
 @pytest.mark.parametrize("T, C", [(1501, 5), (1500, 8)])
-def test_backward_gives_a_block_more_rows_than_it_takes_at_once(dev, variant, T, C):
+def test_backward_gives_a_block_more_rows_than_it_takes_at_once(variant, T, C):
     assert 3 * T > 4 * MAX_PARTIALS
-    check_backward(dev, variant, 3, T, C, 0)
+    check_backward(variant, 3, T, C)
 
 
 @pytest.mark.parametrize("variant, S, rows, keep, few, lacking", [
@@ -214,12 +167,12 @@ def test_backward_gives_a_block_more_rows_than_it_takes_at_once(dev, variant, T,
     ("rmsnorm tied 0,0", 2, 1, False, 2064, 0),
 ])  # fmt: skip
 def test_backward_takes_fewer_rows_and_keeps_its_sums_elsewhere_where_shared_memory_is_too_small(
-    dev, columns_that_fit, launches, variant, S, rows, keep, few, lacking
+    columns_that_fit, launches, variant, S, rows, keep, few, lacking
 ):  # fmt: skip
     """S: sums of a column. few: of 2064 columns a thread takes several. T: on the CPU a block takes rows twice, or more
     often, and not always as many."""
-    blocks = 2 if dev.kind == "cpu" and few < 1024 else 1  # which share a multiprocessor
+    blocks = 2 if device.kind == "cpu" and few < 1024 else 1  # which share a multiprocessor
     C = columns_that_fit(blocks * (2 * rows + S * keep), blocks * 2048, few) - lacking
-    check_backward(dev, variant, 1, 8 * rows + 2, C, 0)
+    check_backward(variant, 1, 8 * rows + 2, C)
     (launch,) = (arguments for name, arguments in launches.items() if name.endswith("backward_kernel"))
     assert (launch["rows"], launch["keep"]) == (rows, keep)

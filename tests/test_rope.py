@@ -1,74 +1,39 @@
 """rope.cu against rotations of complex numbers, and the table against transformers."""
 
 from kernels.rope import rope_backward, rope_forward, rope_table
-from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal, to_numpy
+from oracle import KERNEL_FP32, assert_close, leaf, normal, to_numpy
+from support.kernels import autograd, fp32, launch, rotated, shapes, update
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-THETA = 1e4
-
 # Heads of which an even number of channels is rotated and further ones may follow, query heads in groups that share a
 # key head, and a table for more positions than there are.
-any_shape = given(
-    B=st.integers(1, 3), T=st.integers(1, 12), NKV=st.integers(1, 3), group=st.integers(1, 4),
-    half=st.integers(1, 40), further=st.integers(0, 9), spare=st.integers(0, 3),
+
+
+@shapes(
+    (2, 5, 3, 3, 32, 0, 2), (1, 3, 8, 4, 32, 0, 0), (1, 2, 2, 3, 64, 0, 1), (2, 4, 1, 1, 1, 0, 0),
+    (1, 6, 2, 1, 3, 0, 5), (1, 3, 1, 7, 5, 0, 0), (1, 2, 1, 2, 131, 0, 0),
+    (2, 3, 12, 1, 8, 48, 0), (1, 2, 4, 1, 4, 24, 1), (1, 3, 2, 2, 3, 2, 0), (1, 3, 2, 2, 3, 6, 0),
+    (2, 2, 3, 1, 2, 3, 0),
+    B=(1, 3), T=(1, 12), NKV=(1, 3), group=(1, 4), half=(1, 40), further=(0, 9), spare=(0, 3),
 )  # fmt: skip
-
-
-def examples(test):
-    for B, T, NKV, group, half, further, spare in [
-        (2, 5, 3, 3, 32, 0, 2), (1, 3, 8, 4, 32, 0, 0), (1, 2, 2, 3, 64, 0, 1), (2, 4, 1, 1, 1, 0, 0),
-        (1, 6, 2, 1, 3, 0, 5), (1, 3, 1, 7, 5, 0, 0), (1, 2, 1, 2, 131, 0, 0),
-        (2, 3, 12, 1, 8, 48, 0), (1, 2, 4, 1, 4, 24, 1), (1, 3, 2, 2, 3, 2, 0), (1, 3, 2, 2, 3, 6, 0),
-        (2, 2, 3, 1, 2, 3, 0),
-    ]:  # fmt: skip
-        test = example(B=B, T=T, NKV=NKV, group=group, half=half, further=further, spare=spare)(test)
-    return test
-
-
-def turned(qkv: torch.Tensor, table: np.ndarray, NKV: int) -> torch.Tensor:
-    """qkv (B,T,heads,HS) with all heads but the last NKV multiplied by e^(i angle), each pair a complex number,
-    in the channels that the table (T,R/2,2) has angles for."""
-    T, heads, R = *qkv.shape[1:3], 2 * table.shape[1]
-    pairs = torch.view_as_complex(qkv[..., :R].unflatten(-1, (-1, 2)).contiguous())
-    turns = torch.view_as_complex(torch.tensor(table[:T], dtype=torch.float64))[:, None]
-    pairs = torch.cat([pairs[:, :, : heads - NKV] * turns, pairs[:, :, heads - NKV :]], dim=2)
-    return torch.cat([torch.view_as_real(pairs).flatten(-2), qkv[..., R:]], dim=-1)
-
-
-@any_shape
-@examples
-def test_rope_turns_the_pairs_of_queries_and_keys_and_leaves_values_alone(
+def test_rope_turns_the_pairs_of_queries_and_keys_leaves_values_alone_and_backward_is_its_gradient(
     each_type, B, T, NKV, group, half, further, spare
 ):
     NH, R, HS = NKV * group, 2 * half, 2 * half + further
-    qkv, table = normal(np.random.default_rng([B, T, NH, HS]), B, T, NH + 2 * NKV, HS), rope_table(T + spare, R, THETA)
-    with guarded(each_type) as memory:
-        ours = memory.update(qkv)
-        rope_forward(ours, memory.read(table, np.float32), B, T, NH, NKV, HS, R)
-    assert (to_numpy(ours)[..., R:] == qkv[..., R:]).all()
-    assert_close("turned", ours, turned(leaf(qkv), table, NKV), KERNEL_FP32)
-    assert (to_numpy(ours)[:, :, NH + NKV :] == qkv[:, :, NH + NKV :]).all()
-
-
-@any_shape
-@examples
-def test_rope_backward_is_the_gradient(each_type, B, T, NKV, group, half, further, spare):
-    NH, R, HS = NKV * group, 2 * half, 2 * half + further
-    rng, table = np.random.default_rng([B, T, NH, HS]), rope_table(T + spare, R, THETA)
-    qkv, dout = leaf(normal(rng, B, T, NH + 2 * NKV, HS)), normal(rng, B, T, NH + 2 * NKV, HS)
-    with guarded(each_type) as memory:
-        ours = memory.update(dout)
-        rope_backward(ours, memory.read(table, np.float32), B, T, NH, NKV, HS, R)
-    (turned(qkv, table, NKV) * leaf(dout).detach()).sum().backward()
-    assert_close("dqkv", ours, qkv.grad, KERNEL_FP32)
-    assert (to_numpy(ours)[:, :, NH + NKV :] == dout[:, :, NH + NKV :]).all()
+    rng, table = np.random.default_rng([B, T, NH, HS]), fp32(rope_table(T + spare, R, 1e4))
+    qkv, dout = (normal(rng, B, T, NH + 2 * NKV, HS) for _ in range(2))
+    results = [launch(launcher, update(start), table, B, T, NH, NKV, HS, R)[0]
+               for launcher, start in ((rope_forward, qkv), (rope_backward, dout))]  # fmt: skip
+    want = autograd(lambda qkv: rotated(qkv, NKV, R), dout, qkv)
+    for name, start, got, expected in zip(("turned", "dqkv"), (qkv, dout), results, want, strict=True):
+        assert_close(name, got, expected, KERNEL_FP32)
+        assert (to_numpy(got)[..., R:] == start[..., R:]).all()
+        assert (to_numpy(got)[:, :, NH + NKV :] == start[:, :, NH + NKV :]).all()
 
 
 def transformers_rope(
@@ -114,9 +79,7 @@ def test_angles_are_exact_at_far_positions():
 def test_rope_equals_transformers_after_its_channels_are_reordered(dev, model):
     B, T, NH, NKV, HS = 2, 7, 4, 2, model[0]
     qkv = normal(np.random.default_rng(HS), B, T, NH + 2 * NKV, HS)
-    with guarded(dev) as memory:
-        ours = memory.update(qkv)
-        rope_forward(ours, memory.read(rope_table(T, *model)), B, T, NH, NKV, HS)
+    (ours,) = launch(rope_forward, update(qkv), rope_table(T, *model), B, T, NH, NKV, HS)
 
     def in_halves(x):  # from pairs (2i, 2i+1) to pairs (i, i + HS/2)
         return x.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2).transpose(1, 2)

@@ -5,8 +5,8 @@ from pathlib import Path
 import device
 from device import ceil_div
 from kernels import fp8
-from kernels.fp8.quantize import FP8, blocks_of, both_passes, quantized, quantized_out, recomputed
-from kernels.fp8.quantized import Quantized, note_written
+from kernels.fp8.quantize import FP8, blocks_of, launch_both_passes, quantized, quantized_out, recomputed
+from kernels.fp8.quantized import Quantized
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.launches import MATRIX, describe
 from kernels.reduce import add_partials, partials_of, rows_per_chunk
@@ -20,10 +20,7 @@ def quantized_forward(out: Quantized, inp, bias, N: int, C: int, erf: bool = Fal
     """gelu_forward. Sets q of out (N,C), and its scale. bias, here and in backward, lies at a multiple of 16 bytes."""
     source, form = (cu_erf, "gelu_erf") if erf else (cu, "gelu")
     kernel = f"{form}_forward_fp8_kernel"
-    blocks = blocks_of(source, kernel, N, C)
-    for arguments in both_passes(blocks, out.scale):
-        source.launch(kernel, (blocks,), (source.block(256),), (*arguments, out.q, inp, bias, N, C))
-    note_written(out.scale, out.q)
+    launch_both_passes(source, kernel, blocks_of(source, kernel, N, C), out.scale, (out.q,), inp, bias, N, C)
 
 
 @gelu_backward.register(Quantized)
@@ -32,14 +29,11 @@ def quantized_backward(dinp: Quantized, dbias, out, dout, inp, bias, N: int, C: 
     Sets out (N,C), or, if it is Quantized, its q_T, by forward's scale."""
     source, form = (cu_erf, "gelu_erf") if erf else (cu, "gelu")
     kernel = f"{form}_backward_fp8_kernel"
-    blocks = blocks_of(source, kernel, N, C)
     rows = rows_per_chunk(N, multiple=source.constant("FP8_ROWS"))
     chunks = ceil_div(N, rows)
     partials = partials_of(chunks * C)
-    for arguments in both_passes(blocks, dinp.scale):
-        args = *arguments, dinp.q, dinp.q_T, *recomputed(out), partials, dout, inp, bias, N, C, rows
-        source.launch(kernel, (blocks,), (source.block(256),), args)
-    note_written(dinp.scale, dinp.q, dinp.q_T)
+    args = *recomputed(out), partials, dout, inp, bias, N, C, rows
+    launch_both_passes(source, kernel, blocks_of(source, kernel, N, C), dinp.scale, (dinp.q, dinp.q_T), *args)
     add_partials([dbias], partials, chunks, C)
 
 

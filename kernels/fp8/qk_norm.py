@@ -3,8 +3,8 @@
 import device
 from device import ceil_div
 from kernels.fp8 import source
-from kernels.fp8.quantize import both_passes, quantize, quantized
-from kernels.fp8.quantized import Quantized, note_written
+from kernels.fp8.quantize import launch_both_passes, quantize, quantized
+from kernels.fp8.quantized import Quantized
 from kernels.launches import describe
 from kernels.qk_norm import GRADIENTS, WEIGHTS, lanes, qk_norm_backward, sums_bytes
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
@@ -24,14 +24,12 @@ def quantized_backward(
         qk_norm_backward(dout, dweights, dout, inp, weights, rstd, table, B, T, NH, NKV, HS)
         quantize(dinp, dout, N, heads * HS)
         return
-    positions, at_once = cu.constant("POSITIONS"), cu.blocks_at_once("qk_norm_backward_fp8_kernel")
-    chunks = min(ceil_div(N, positions) * heads, at_once * device.multiprocessors, MAX_PARTIALS)
-    partials, block = partials_of(chunks * 2 * HS), cu.block(256)
-    shared_mem = block // lanes(cu) * sums_bytes(cu, HS) + 4 * positions * HS * device.floatX.itemsize
-    for arguments in both_passes(chunks, dinp.scale):
-        args = *arguments, dinp.q, dinp.q_T, partials, dout, inp, *weights, rstd, table, N, T, NH, NKV
-        cu.launch("qk_norm_backward_fp8_kernel", (chunks,), (block,), args, shared_mem=shared_mem)
-    note_written(dinp.scale, dinp.q, dinp.q_T)
+    kernel, positions = "qk_norm_backward_fp8_kernel", cu.constant("POSITIONS")
+    chunks = min(ceil_div(N, positions) * heads, cu.blocks_at_once(kernel) * device.multiprocessors, MAX_PARTIALS)
+    partials = partials_of(chunks * 2 * HS)
+    shared_mem = cu.block(256) // lanes(cu) * sums_bytes(cu, HS) + 4 * positions * HS * device.floatX.itemsize
+    args = partials, dout, inp, *weights, rstd, table, N, T, NH, NKV
+    launch_both_passes(cu, kernel, chunks, dinp.scale, (dinp.q, dinp.q_T), *args, shared_mem=shared_mem)
     add_partials([*dweights], partials, chunks, HS)
 
 

@@ -41,6 +41,15 @@ def both_passes(blocks: int, scale: Scale | GradientScale) -> list[tuple]:
     return [(scale.scale, scale.previous_amax, block_amax, second_pass) for second_pass in (0, 1)]
 
 
+def launch_both_passes(
+    cu: Source, kernel: str, blocks: int, scale: Scale | GradientScale, written: tuple, *args, shared_mem: int = 0
+) -> None:
+    """Launches both passes of a kernel. written: what it sets of the quantized matrix, q or q and q_T."""
+    for arguments in both_passes(blocks, scale):
+        cu.launch(kernel, (blocks,), (cu.block(256),), (*arguments, *written, *args), shared_mem=shared_mem)
+    note_written(scale, *written)
+
+
 def known(scale: Scale) -> tuple:
     """The same arguments for a single pass by a known scale."""
     return scale.scale, None, None, 0

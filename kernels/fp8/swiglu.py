@@ -2,8 +2,8 @@
 
 import device
 from kernels.fp8 import source
-from kernels.fp8.quantize import FP8, blocks_of, both_passes, quantized, quantized_out, recomputed
-from kernels.fp8.quantized import Quantized, note_written
+from kernels.fp8.quantize import FP8, blocks_of, launch_both_passes, quantized, quantized_out, recomputed
+from kernels.fp8.quantized import Quantized
 from kernels.launches import MATRIX, describe
 from kernels.swiglu import swiglu_backward, swiglu_forward
 
@@ -14,9 +14,7 @@ cu = source(__file__)
 def quantized_forward(out: Quantized, inp, N: int, C: int) -> None:
     """swiglu_forward. Sets q of out (N,C), and its scale."""
     blocks = min(N, cu.blocks_at_once("swiglu_forward_fp8_kernel") * device.multiprocessors)
-    for arguments in both_passes(blocks, out.scale):
-        cu.launch("swiglu_forward_fp8_kernel", (blocks,), (cu.block(256),), (*arguments, out.q, inp, N, C))
-    note_written(out.scale, out.q)
+    launch_both_passes(cu, "swiglu_forward_fp8_kernel", blocks, out.scale, (out.q,), inp, N, C)
 
 
 @swiglu_backward.register(Quantized)
@@ -24,10 +22,8 @@ def quantized_backward(dinp: Quantized, out, dout, inp, N: int, C: int) -> None:
     """swiglu_backward. Sets q and q_T of dinp (N,2C), and its scale. Sets out (N,C), or, if it is Quantized, its q_T,
     by forward's scale."""
     blocks = blocks_of(cu, "swiglu_backward_fp8_kernel", N, C)
-    for arguments in both_passes(blocks, dinp.scale):
-        args = *arguments, dinp.q, dinp.q_T, *recomputed(out), dout, inp, N, C
-        cu.launch("swiglu_backward_fp8_kernel", (blocks,), (cu.block(256),), args)
-    note_written(dinp.scale, dinp.q, dinp.q_T)
+    args = *recomputed(out), dout, inp, N, C
+    launch_both_passes(cu, "swiglu_backward_fp8_kernel", blocks, dinp.scale, (dinp.q, dinp.q_T), *args)
 
 
 describe(swiglu_forward, MATRIX, "inp: N,2*C", quantized_out, "fp8", **FP8)

@@ -10,7 +10,7 @@ from oracle import to_numpy
 import numpy as np
 import torch
 
-cu = device.source(Path(__file__).parent / "cu" / "dropout.cu")
+cu = device.source(Path(__file__).parents[1] / "cu" / "dropout.cu")
 
 
 def words(rate: float, seed: int = 3, step: int = 5, i: int = 0) -> np.ndarray:
@@ -24,6 +24,7 @@ def factors(dropout: Dropout | None, *shape: int) -> torch.Tensor | float:
         return 1.0
     out = device.empty(shape)
     C = shape[-1]
-    cu.launch("dropout_ones_kernel", (out.size // C,), (cu.block(32),), (out, C, dropout.random, dropout.site))
+    random = device.asarray(dropout.random)
+    cu.launch("dropout_ones_kernel", (out.size // C,), (cu.block(32),), (out, C, random, dropout.site))
     device.synchronize()
     return torch.from_numpy(to_numpy(out).astype(np.float64))
