@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(256) warp_tiles_kernel(float* c, co
     store_squares(c, sum, m0 + y, 32, n0 + x, 16, M, N);
 }
 
-// ---- with tensor cores. tensor_cores.cuh has their instruction, mma, and says which lane holds what of its operands.
+// ---- with tensor cores. kernels/mma.cuh has their instruction, mma, and says which lane holds what of its operands.
 // A warp makes the same 64 x 32 elements, as 4 x 4 results of mma, and takes 16 numbers of K at a time. A lane is g
 // rows and t columns from the corner of a fragment of a, or t rows and g columns from that of b. With rows of 20 and of
 // 136 floats the lanes meet 32 different banks: all 20 g + t differ modulo 32, and all 136 t + g.
