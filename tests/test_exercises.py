@@ -74,6 +74,7 @@ FAULTS = [
      "        send(np.resize(parts[(rank - step + 1) % ranks], 9))\n        got = parts[(rank - step) % ranks]\n"
      "        got[...] = receive()[: got.size]", "numbers that rank 0 has sent: 20, and 4 would do"),
     ("flash_attention", "if (s0 < row0 + 16) q", "if (s0 < row0) q", r"^B=1, T=69, NH=2: out\[0, 0, 0, 0\]"),
+    ("flash_attention", "SCALE = 0.125f;", "SCALE = 0.1255f;", "^B=1, T=69, NH=2: the relative error of out: expected 0"),
     ("segments", "max(1, math.isqrt(len(layers)))", "1", r"^layers: 16: .*arrays in memory at a time: 17, and 11"),
     ("segments", "        x = forward(x)\n", "        forward(x)\n        x = forward(x)\n", "run forward: 3"),
     ("segments", "forward(inputs[-1])", "forward(inputs[0])", r"^layers: 16: the gradient of x\[\d+, \d+\]: expected"),
