@@ -60,8 +60,8 @@ needs_a_compiler = pytest.mark.skipif(
 class Block(NamedTuple):
     """A fenced block."""
 
-    language: str   # what stands behind its fence
-    line: int       # on which its text begins
+    language: str  # what stands behind its fence
+    line: int      # on which its text begins
     text: str
 
 
@@ -73,18 +73,17 @@ class Link(NamedTuple):
 
 
 FENCE = re.compile(r"^(```+)([^\n`]*)\n(.*?)^\1[ \t]*$", re.M | re.S)
-MATHEMATICS = re.compile(r"\$\$.*?\$\$|\$(?=\S)[^$\n]*(?<=\S)\$(?!\d)", re.S)
-SPAN = r"(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)"
-LINK = re.compile(  # code, which is passed over, or a link, whose text may hold code and brackets
-    rf"{SPAN}|(?P<picture>!?)\[(?P<text>(?:[^\[\]`]|(`+)(?!`).*?(?<!`)\4(?!`)|\[[^\]]*\])*)\]"
-    r"\((?P<target>[^()\s]+)\)", re.S
-)  # fmt: skip
 COMMENT = re.compile(r"<!--.*?-->")
+MATHEMATICS = re.compile(r"\$\$.*?\$\$|\$(?=\S)[^$\n]*(?<=\S)\$(?!\d)", re.S)
+SPAN = re.compile(r"(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)", re.S)
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)", re.S)
 
 
-def blanked(pattern: re.Pattern, text: str) -> str:
-    """The text with what the pattern matches taken out, its lines left where they are."""
-    return pattern.sub(lambda found: "\n" * found[0].count("\n"), text)
+def without(text: str, *patterns: re.Pattern) -> str:
+    """The text with a word in place of what the patterns match, its lines left where they are."""
+    for pattern in patterns:
+        text = pattern.sub(lambda found: "…" + "\n" * found[0].count("\n"), text)
+    return text
 
 
 @functools.cache
@@ -98,28 +97,25 @@ def blocks(path: Path) -> list[Block]:
 
 
 def links(path: Path) -> list[Link]:
-    """The links of a page, but for those in code and in mathematics."""
-    text = blanked(MATHEMATICS, blanked(COMMENT, blanked(FENCE, read(path))))
-    found = [m for m in LINK.finditer(text) if m["target"]]
-    return [Link(text.count("\n", 0, m.start()) + 1, bool(m["picture"]), m["text"], m["target"]) for m in found]
+    text = without(read(path), FENCE, COMMENT, MATHEMATICS, SPAN)
+    return [Link(text.count("\n", 0, m.start()) + 1, bool(m[1]), m[2], m[3]) for m in LINK.finditer(text)]
 
 
 def anchors(path: Path) -> set[str]:
     """What a link to a heading of the page may end in, as GitHub names it."""
-    found, seen = set(re.findall(r'<a (?:id|name)="([^"]+)"', read(path))), {}
-    for heading in re.findall(r"^#{1,6} +(.+?)[ #]*$", blanked(FENCE, read(path)), re.M):
+    found, slugs = set(re.findall(r'<a (?:id|name)="([^"]+)"', read(path))), []
+    for heading in re.findall(r"^#{1,6} +(.+?)[ #]*$", without(read(path), FENCE), re.M):
         heading = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-        slug = re.sub(r"[^\w\- ]", "", unescape(heading).lower()).replace(" ", "-")
-        count = seen[slug] = seen.get(slug, -1) + 1
-        found.add(f"{slug}-{count}" if count else slug)
+        slugs.append(re.sub(r"[^\w\- ]", "", unescape(heading).lower()).replace(" ", "-"))
+        found.add(slugs[-1] + f"-{slugs.count(slugs[-1]) - 1}" * (slugs.count(slugs[-1]) > 1))
     return found
 
 
 def commands(path: Path) -> Iterator[tuple[int, str]]:
     """The commands of a page that stand outside of ```sh blocks, and in ```sh gpu, without their comments."""
-    text = re.sub(r"[ \t]*\\\n[ \t]*", lambda m: " \0", blanked(FENCE, read(path)))
+    text = re.sub(r"[ \t]*\\\n[ \t]*", lambda m: " \0", without(read(path), FENCE))
     for number, line in enumerate(text.replace(" \0", " ").splitlines(), 1):
-        candidates = [line.strip()] if line.startswith("    ") else [m[0].strip("` ") for m in re.finditer(SPAN, line)]
+        candidates = [line.strip()] if line.startswith("    ") else [m[0].strip("` ") for m in SPAN.finditer(line)]
         for candidate in candidates:
             if found := COMMAND.fullmatch(candidate):
                 yield number, without_comment(found[1])
@@ -233,8 +229,7 @@ class Line(NamedTuple):
     shown: str
 
 
-def lines() -> list:
-    found = []
+def lines() -> Iterator:
     for path in PAGES + ANSWERS:
         for block in (block for block in blocks(path) if block.language == "sh"):
             rest = read(path).splitlines(keepends=True)[block.line - 1 + block.text.count("\n") :]
@@ -242,16 +237,8 @@ def lines() -> list:
             *_, (last, _) = lines_of(block)
             for number, command in lines_of(block):
                 line = Line(path, number, command, behind[1] if behind and number == last else "")
-                long = any(fnmatchcase(command, pattern) for pattern in LONG_LINES)
-                marks = [pytest.mark.long] if long else []
-                found.append(pytest.param(line, id=f"{name_of(path)}:{number}", marks=marks))
-    return found
-
-
-def writes(command: str) -> bool:
-    """Whether a command may write into the repository. The others run in it, where what they compile is kept."""
-    looks = re.match(r"(LLMC_CPU_\w+=\S+ )*python (dev/microscope|doc/ladder\.py) ", command)
-    return not looks or "--html" in command or "--write" in command or ">" in command
+                marks = [pytest.mark.long] * any(fnmatchcase(command, pattern) for pattern in LONG_LINES)
+                yield pytest.param(line, id=f"{name_of(path)}:{number}", marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +279,8 @@ def test_a_command_of_a_page_runs(line, copy, without_packages):
     if "gdb " in line.command and shutil.which("gdb") is None:
         pytest.skip("there is no gdb")
     packages = {} if MORE_THAN_NUMPY.search(line.command) else without_packages
-    done = run(line.command, copy if writes(line.command) else ROOT, **packages)
+    looks = re.match(r"(LLMC_CPU_\w+=\S+ )*python (dev/microscope|doc/ladder\.py) ", line.command)
+    done = run(line.command, ROOT if looks else copy, **packages)  # in ROOT, what it compiles is kept
     said = f"{line.command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert done.returncode == 0, f"{line.path}:{line.number}: {said}"
     # What a debugger shows of the data depends on the Python whose documentation they are made of.
@@ -311,15 +299,6 @@ def test_page_1_shows_what_its_kernels_print():
     assert "xor 1  " + " 496" * 32 in printed  # of the shuffles, which the page does not show
 
 
-def script_of(command: str) -> tuple[str, list[str]] | None:
-    """The program of ours that a command starts, and the flags that it is given."""
-    words = shlex.split(command)
-    for i, word in enumerate(words):
-        if word.endswith(".py") and "tests/" not in word:
-            return word, [w.partition("=")[0] for w in words[i + 1 :] if re.match(r"--?[a-z]", w)]
-    return None
-
-
 @functools.cache
 def flags_of(path: Path) -> set[str]:
     """The flags that a program or module quotes, and those of the modules of ours that it imports."""
@@ -333,18 +312,16 @@ def flags_of(path: Path) -> set[str]:
 
 
 def test_what_is_not_run_has_its_program_flags_and_target():
-    places = {command: f"{name_of(path)}:{number}" for path in TEXTS for number, command in commands(path)}
-    for command, (name, flags) in {c: found for c in places if (found := script_of(c))}.items():
-        assert (ROOT / name).exists(), f"{places[command]}: there is no {name}"
-        for flag in flags:
-            assert flag in flags_of(ROOT / name), f"{places[command]}: {name} has no flag {flag}"
     targets = set(re.findall(r"^([a-z0-9-]+):", read(ROOT / "Makefile"), re.M))
-    for command, place in places.items():
-        words = [word for word in command.split() if "=" not in word]
-        if words[0] == "make":
-            assert words[1] in targets, f"{place}: there is no target {words[1]}"
-        if words[0] == "bash":
-            assert (ROOT / words[1]).exists(), f"{place}: there is no {words[1]}"
+    for place, command in ((f"{name_of(path)}:{number}", line) for path in TEXTS for number, line in commands(path)):
+        program, *words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+        if program == "make":
+            assert words[0] in targets, f"{place}: there is no target {words[0]}"
+        script = next((word for word in words if word.endswith((".py", ".sh")) and "tests/" not in word), None)
+        if script:
+            assert (ROOT / script).exists(), f"{place}: there is no {script}"
+            flags = {word.partition("=")[0] for word in words[words.index(script) :] if re.match(r"--?[a-z]", word)}
+            assert flags <= flags_of(ROOT / script), f"{place}: {script} has no {flags - flags_of(ROOT / script)}"
 
 
 # ---- links, quotes, pictures
@@ -425,24 +402,21 @@ def test_the_quotes_are_as_the_code_is():
 # ---- the book as a whole
 
 
-def test_every_page_is_there_and_in_the_contents():
-    contents = {source_of(DOC / "index.md", link.target) for link in links(DOC / "index.md")}
-    for path in BOOK:
-        if path.parent == DOC and path.name != "index.md":
-            assert path in contents, f"doc/index.md does not lead to {path.name}"
-    answers = {source_of(DOC / "answers.md", link.target) for link in links(DOC / "answers.md")}
-    assert answers >= {path for path in BOOK if path.parent.name == "answers"}
+def test_every_page_is_in_the_contents():
+    for index, pages in (DOC / "index.md", BOOK), (DOC / "answers.md", ANSWERS):
+        led_to = {source_of(index, link.target) for link in links(index)}
+        assert [path for path in pages if path.parent == pages[0].parent and path not in led_to | {index}] == []
 
 
 @pytest.mark.parametrize("path", BOOK, ids=name_of)
 def test_fenced_blocks_say_what_they_are(path):
     assert {block.language for block in blocks(path)} <= LANGUAGES
-    assert not re.search(r"^```", blanked(FENCE, read(path)), re.M), f"{name_of(path)}: a fence is left open"
+    assert not re.search(r"^```", without(read(path), FENCE), re.M), f"{name_of(path)}: a fence is left open"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_each_exercise_of_a_page_has_its_answer(path):
-    exercises, _, _ = blanked(FENCE, read(path)).partition("\n## Exercises\n")[2].partition("\n## ")
+    exercises, _, _ = without(read(path), FENCE).partition("\n## Exercises\n")[2].partition("\n## ")
     asked = set(re.findall(rf"\b{int(path.name[:2])}\.\d+\b", exercises))
     assert asked and f"[Answers](answers/{path.name[:2]}.md)" in exercises
     answers = re.findall(r"^#+ .*?(\d+\.\d+)\b", read(DOC / "answers" / f"{path.name[:2]}.md"), re.M)
