@@ -212,22 +212,6 @@ __device__ inline void add_products(float (&sum)[4][4][4], const float (&tile_a)
     }
 }
 
-__device__ inline void store_products(float* c, const float (&sum)[4][4][4], int m0, int n0, int M, int N) {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            for (int half = 0; half < 2; half++) {
-                const int row = m0 + warp / 4 * 64 + 16 * i + 8 * half + g, column = n0 + warp % 4 * 32 + 8 * j + 2 * t;
-                if (row >= M || column >= N) continue;
-                const float2 two = make_float2(sum[i][j][2 * half], sum[i][j][2 * half + 1]);
-                *reinterpret_cast<float2*>(c + (size_t)row * N + column) = two;
-            }
-        }
-    }
-}
-
 // TF32 on the tensor cores: one instruction of a warp multiplies 16 x 8 by 8 x 8 numbers with 10 bits of mantissa. The
 // threads round them on their way to shared memory; the sums stay fp32.
 extern "C" __global__ void __launch_bounds__(256, 2) mma_kernel(float* c, const float* a, const float* b, int M, int N,
