@@ -274,7 +274,7 @@ def run(command: str, directory: Path, **more: str) -> subprocess.CompletedProce
 
 
 @needs_a_compiler
-@pytest.mark.parametrize("line", lines())
+@pytest.mark.parametrize("line", list(lines()))
 def test_a_command_of_a_page_runs(line, copy, without_packages):
     if "gdb " in line.command and shutil.which("gdb") is None:
         pytest.skip("there is no gdb")
