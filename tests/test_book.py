@@ -374,7 +374,7 @@ __device__ inline float sum_of(float x, int n) {
 """
     wrong = """\
 [a.cu: `none`](a.cu) [a.cu: `none`](a.cu)<!-- sum_of: y --> [a.cu: `none`](a.cu)<!-- sum_of: x -->
-[a.cu: `none`](a.cu)<!-- Gone.run --> [b.cu: `none`](b.cu)<!-- x -->
+[a.cu: `none`](a.cu)<!-- Gone.run --> [b.cu: `none`](b.cu)<!-- x --> [a.cu: `none`](a.cu)<!-- sum_of: for ... y -->
 """
     (tmp_path / "moved.py").write_text("class Gone:\n    def run(self):\n        return 1\n")
     (page := tmp_path / "page.md").write_text(right + wrong)
@@ -389,6 +389,7 @@ __device__ inline float sum_of(float x, int n) {
         "page.md:10: a.cu: sum_of: x: 3 lines with `x`",
         "page.md:11: a.cu: Gone.run: no definitions of Gone; is it that of moved.py?",
         "page.md:11: b.cu: x: there is no such file",
+        "page.md:11: a.cu: sum_of: for ... y: no `y` behind `for`",
     ]
     (tmp_path / "a.cu").write_text(code.replace("x += k", "x += N"))
     assert quotes.renewed(page, []) == (right + wrong).replace("x += k", "x += N")
