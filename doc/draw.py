@@ -18,7 +18,7 @@ from llmc.run.arguments import Parser
 from llmc.run.program import run_program
 
 DOC = Path(__file__).resolve().parent
-SHARED = {"__init__", "figure", "launches", "operands", "rung"}
+SHARED = {"__init__", "figure", "launches", "rung"}
 
 
 def pictures_of(script: str) -> dict[str, Callable[[], str]]:

@@ -6,22 +6,17 @@
     python doc/ladder.py --write                   # fills the tables of doc/*.md from doc/ladder/measured.json
 
 The rungs of a topic are the kernels of doc/ladder/<topic>.cu and, last, the launcher of kernels/ itself (doc/rungs.py).
-Each is first compared with NumPy in float64, its outputs poisoned with NaNs, at odd sizes and at round ones. (Topics
-whose name ends in _bf16 have arrays of that type, and are given numbers that it holds exactly.) Then
+Each is first compared with NumPy in float64, its outputs poisoned with NaNs, at odd sizes and at round ones. Then
 
 - on a GPU it is timed at the shapes of GPT-2 124M with B=4 and T=1024, on several sets of arrays in turn so that none
-  is still in L2, and compared with what the same GPU does at best: a large copy, a large matrix product in TF32 or in
-  bf16. A rung that this GPU cannot run says what it needs: before compute capability 8.0 there are no tensor cores for
-  TF32 and bf16;
+  is still in L2, and compared with what the same GPU does at best: a large copy, a large matrix product;
 - on a CPU the microscope counts what it asks of a GPU's memory (dev/microscope): the bytes of the 32-byte sectors
   that its accesses touch, for each byte that the topic has to move; and in shared memory the passes of an access for
-  each that it needs, at worst and on average. Times of a CPU would teach nothing about a GPU, and there are none.
+  each that it needs, at worst and on average. Times of a CPU would teach nothing about a GPU.
 
-The tables of the pages show the GPU that doc/ladder/measured.json names, or the topic itself. There --keep puts a
-topic's times into this file, and on a CPU its counts. On any other GPU it puts them into a file of that GPU beside it,
-measured-<name>.json, which git ignores. On such a GPU the command prints the book's times beside its own, and the book
-that `make book` makes shows what was kept in columns of its own. The pictures of rungs show the book's times: `python
-doc/draw.py` draws them again.
+The tables of the pages show the GPU that doc/ladder/measured.json names, or the topic itself. On it, --keep puts times
+into this file, and on a CPU counts. Another GPU's times go to a file of its own beside it, which git ignores; the
+command and `make book` show them beside the book's. The pictures of rungs show the book's: `python doc/draw.py`.
 """
 
 import sys
@@ -103,11 +98,10 @@ def host_arrays(topic: Topic, sizes: dict[str, int]) -> tuple[dict, dict, dict]:
     def random(shape: tuple) -> np.ndarray:
         return np.resize(rng.standard_normal(min(int(np.prod(shape)), 1 << 22), np.float32), shape)
 
-    reads = {name: random(shape) for name, shape in shapes_of(topic.reads, size).items()}
-    adds = {name: random(shape) for name, shape in shapes_of(topic.adds, size).items()}
-    others = topic.others(size, reads | adds)
-    reads |= {name: array for name, array in others.items() if name not in adds}
-    adds |= {name: array for name, array in others.items() if name in adds}
+    given = topic.reads, topic.adds
+    reads, adds = ({name: random(shape) for name, shape in shapes_of(text, size).items()} for text in given)
+    for name, array in topic.others(size, reads | adds).items():
+        (adds if name in adds else reads)[name] = array
     sets = {name: np.full(shape, np.nan, np.float32) for name, shape in shapes_of(topic.sets, size).items()}
     for named in reads, adds, sets:
         named.update({name: device.to_bf16(array) for name, array in named.items() if name in topic.bf16})

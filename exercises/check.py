@@ -43,10 +43,10 @@ def main() -> None:
         begin(exercise, work)
         return
     fault, remark = judge(exercise, work)
-    remember(exercise, work, right=not fault)
     if fault:
         print(f"{shown(work)} is not right yet.\n\n{fault}")
         sys.exit(1)
+    remember(exercise, work)
     print(f"{shown(work)} is right.{f' {remark}' * bool(remark)}\n\n{after(exercise)}")
 
 
@@ -82,11 +82,9 @@ def judge(exercise: Exercise, work: Path) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, HERE / "checks.py", str(exercise.number), work.absolute(), result]
+        quiet = {"env": os.environ | {"LLMC_QUIET": "1"}, "stderr": -1}  # what it says there is why it broke off
         try:
-            quiet = os.environ | {"LLMC_QUIET": "1"}  # what it says on stderr is why it broke off
-            done = subprocess.run(
-                command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace", timeout=SECONDS, env=quiet
-            )
+            done = subprocess.run(command, encoding="utf-8", errors="replace", timeout=SECONDS, **quiet)
         except subprocess.TimeoutExpired:
             return f"It has not ended after {SECONDS} seconds. Is there a loop that never ends?", ""
         if result.exists():
@@ -132,7 +130,7 @@ def after(exercise: Exercise) -> str:
 
 
 def solved() -> dict[str, str]:
-    """Of each exercise that was right, what its file had in it then."""
+    """A digest of each exercise's file when it was right last."""
     try:
         return json.loads(SOLVED.read_text("utf-8"))
     except (OSError, ValueError):
@@ -143,13 +141,8 @@ def digest(work: Path) -> str:
     return hashlib.sha256(work.read_bytes()).hexdigest()
 
 
-def remember(exercise: Exercise, work: Path, right: bool) -> None:
-    known = {name: was for name, was in solved().items() if name != exercise.file}
-    if right:
-        known[exercise.file] = digest(work)
-    new = SOLVED.with_suffix(".new")
-    new.write_text(json.dumps(known, indent=1), "utf-8")
-    os.replace(new, SOLVED)
+def remember(exercise: Exercise, work: Path) -> None:
+    SOLVED.write_text(json.dumps(solved() | {exercise.file: digest(work)}, indent=1), "utf-8")
 
 
 def state(exercise: Exercise) -> str:

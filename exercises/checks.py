@@ -18,9 +18,11 @@ import sys
 import traceback
 import tracemalloc
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,26 +35,12 @@ import kernels.gelu
 import kernels.layernorm
 import kernels.reduce
 from dev.microscope.report import lines_of, race_lines, thread_of
-from dev.microscope.watch import (
-    BARRIER,
-    LANES,
-    LOAD,
-    MEETING,
-    SECTOR,
-    STEP,
-    Watched,
-    distinct,
-    lanes_of,
-    passes_of,
-    sectors_of,
-    use_microscope,
-    watch_kernel,
-)
+from dev.microscope.watch import BARRIER, LANES, LOAD, MEETING, SECTOR, Watched, lanes_of, use_microscope, watch_kernel
 from device import Source, ceil_div, cpp, kernel_declarations
 from device.errors import UserError
 from device.fp8 import from_e4m3
 from doc.ladder import TF32, place_arrays, references, relative_error, text_of
-from doc.rungs import TOPICS, adamw_step, causal_softmax, gelu_gradients, normalised
+from doc.rungs import TOPICS, Rung, adamw_step
 from exercises.cut import EXERCISES, HERE, Exercise
 from llmc.run.program import run_program
 
@@ -416,14 +404,6 @@ def check_shuffle(lab: Lab) -> None:
     lab.at_most("shuffles of a warp, of which one may tell the sum", shuffles / 6, 6)
 
 
-def warp_step(addresses: list[int], size: int) -> np.ndarray:
-    """A warp's access as the microscope would have seen it, whose counting is then used."""
-    step = np.zeros(1, STEP)
-    step["size"], step["mask"] = size, (1 << len(addresses)) - 1
-    step["offset"][0, : len(addresses)] = addresses
-    return step
-
-
 def check_sectors(lab: Lab) -> None:
     for lanes, size, first in (
         (32, 4, "4 * i"), (32, 4, "4 * i + 4"), (32, 4, "4 * (31 - i)"), (32, 4, "20"), (32, 4, "8 * i"),
@@ -431,12 +411,13 @@ def check_sectors(lab: Lab) -> None:
     ):  # fmt: skip
         addresses = [eval(first, {"i": i}) for i in range(lanes)]
         lab.case = f"lanes 0 to {lanes - 1} read {size} bytes, lane i from byte {first} on"
-        lab.expect("sectors", lab.call("sectors", addresses), int(distinct(sectors_of(warp_step(addresses, size)))[0]))
+        sectors = {byte // SECTOR for address in addresses for byte in range(address, address + size)}
+        lab.expect("sectors", lab.call("sectors", addresses), len(sectors))
 
 
 def check_banks(lab: Lab) -> None:
     def passes(words: list[int]) -> int:
-        return int(passes_of(warp_step([4 * word for word in words], 4), 4)[0][0])
+        return max(Counter(word % 32 for word in set(words)).values())
 
     for word in "i", "5", "2 * i", "32 * i", "33 * i", "i % 4 * 32", "i // 2 + i % 2 * 64":
         words, lab.case = [eval(word, {"i": i}) for i in range(32)], f"lane i reads word {word}"
@@ -448,43 +429,40 @@ def check_banks(lab: Lab) -> None:
         lab.expect("passes_of_stride", lab.call("passes_of_stride", stride), passes([stride * i for i in range(32)]))
 
 
+def check_topic(
+    lab: Lab, source: Source, name: str, *cases: dict[str, float], rung: Rung | None = None, tolerance: float = ROUNDING
+) -> None:
+    """By the arrays and the reference of a ladder, whose last rung, or this one, launches the kernels of `source`.
+    cases: the topic's sizes, and numbers that take the place of its own."""
+
+    def place(how: str, values: np.ndarray) -> np.ndarray:
+        return output(*values.shape) if how in ("write", "scratch") else given(values)
+
+    for case in cases:
+        sizes = {key: case[key] for key in TOPICS[name].odd}
+        topic = replace(TOPICS[name], numbers={key: case.get(key, x) for key, x in TOPICS[name].numbers.items()})
+        lab.case, arrays = text_of(case), place_arrays(topic, sizes, place)
+        with lab.in_place_of(source):
+            (rung or topic.rungs[-1]).launch(source, arrays)
+        for key, want in references(topic, sizes).items():
+            lab.expect(key, getattr(arrays, key), want, tolerance)
+            lab.expect(f"the relative error of {key}", relative_error(getattr(arrays, key), want), 0, TF32)
+
+
 def check_bias_gradient(lab: Lab) -> None:
     N, C = 603, 70  # more rows than kernels/reduce.py adds up in one stage
     before, dout = normal(C), given(normal(N, C))
-    rows, want = kernels.reduce.rows_per_chunk(N, multiple=8), before + dout.astype(np.float64).sum(0)
-    chunks, dbias = ceil_div(N, rows), given(before)
+    rows, dbias = kernels.reduce.rows_per_chunk(N, multiple=8), given(before)
     with lab.in_place_of(kernels.reduce.cu):
         kernels.reduce.column_sum(dbias, dout, N, C)
-    padded = np.pad(dout.astype(np.float64), ((0, chunks * rows - N), (0, 0)))
-    partials = lab.scratch["partials"].reshape(chunks, C)
-    lab.expect("partials", partials, padded.reshape(chunks, rows, C).sum(1), ROUNDING)
-    lab.expect("out0", dbias, want, 10 * ROUNDING)
-    lab.case, out = "with blocks of (32, 8)", given(before)  # and not of 8 x 64
-    with lab.in_place_of(kernels.reduce.cu):
-        args = out, *[None] * 5, given(partials), chunks, C, 1
-        kernels.reduce.cu.launch("add_partials_kernel", (ceil_div(C, 32), 1), (32, 8), args)
-    lab.expect("out0", out, want, 10 * ROUNDING)
+    sums = np.add.reduceat(dout.astype(np.float64), range(0, N, rows))
+    lab.expect("partials", lab.scratch["partials"].reshape(sums.shape), sums, ROUNDING)
+    lab.expect("out0", dbias, before + sums.sum(0), 10 * ROUNDING)
 
 
 def check_layernorm(lab: Lab) -> None:
-    for B, T, C in (2, 3, 64), (1, 4, 130), (1, 2, 1601):
-        x, branch, weight, bias = 2 * normal(B * T, C) + 3, *(normal(i, B * T, C)[0] for i in (1, 2, 3))
-        weight, bias = weight[0], bias[0]
-        for fused in False, True:
-            lab.case = f"C = {C}, {'with' if fused else 'without'} a residual connection"
-            out, mean, rstd, residual = output(B * T, C), output(B * T), output(B * T), output(B * T, C)
-            stats, norm = (mean, rstd), (given(weight), given(bias))
-            with lab.in_place_of(kernels.layernorm.cu):
-                if fused:
-                    kernels.layernorm.fused_residual_forward(
-                        residual, out, stats, given(x), given(branch), norm, B, T, C
-                    )
-                else:
-                    kernels.layernorm.layernorm_forward(out, stats, given(x), norm, B, T, C)
-            sums = x.astype(np.float64) + (branch if fused else 0)
-            want = normalised(SimpleNamespace(inp=sums, weight=weight, bias=bias))
-            for name, got in ("mean", mean), ("rstd", rstd), ("out", out):
-                lab.expect(name, got, want[name], ROUNDING)
+    sizes = {"N": 6, "C": 64}, {"N": 4, "C": 5}, {"N": 2, "C": 1601}
+    check_topic(lab, kernels.layernorm.cu, "layernorm_forward", *sizes)
 
 
 def check_tf32(lab: Lab) -> None:
@@ -513,15 +491,7 @@ def check_transpose(lab: Lab) -> None:
 
 
 def check_gelu(lab: Lab) -> None:
-    for N, C in (70, 68), (5, 7):
-        lab.case = f"N = {N}, C = {C}"
-        inp, dout, bias = 2 * normal(N, C), normal(1, N, C)[0], normal(C)
-        dinp, dbias, out_T = given(dout), given(bias), output(C, N)
-        with lab.in_place_of(kernels.gelu.cu):
-            kernels.gelu.gelu_backward(dinp, dbias, out_T.T, dinp, given(inp), given(bias), N, C)
-        want = gelu_gradients(SimpleNamespace(inp=inp.astype(np.float64), bias=bias, dout=dout, dbias=bias))
-        for name, got, tolerance in ("out_T", out_T, 1), ("dout", dinp, 1), ("dbias", dbias, 10):
-            lab.expect(name, got, want[name], tolerance * ROUNDING)
+    check_topic(lab, kernels.gelu.cu, "gelu_backward", {"N": 70, "C": 68}, {"N": 5, "C": 7}, tolerance=10 * ROUNDING)
 
 
 def pair(x: np.ndarray) -> tuple[float, float]:
@@ -544,14 +514,8 @@ def check_online_softmax(lab: Lab) -> None:
 
 
 def check_softmax(lab: Lab) -> None:
-    for T, scale in (37, 0.125), (160, 1.0), (40, 60.0):
-        lab.case, rows, scores = f"T = {T}, scale = {scale:g}", 2 * T, normal(2, T, T).reshape(2 * T, T)
-        att = given(scores)
-        with lab.in_place_of(kernels.attention.cu):
-            kernels.attention.launch_by_att_row("softmax_forward_kernel", rows, (att, np.float32(scale), rows, T))
-        with np.errstate(under="ignore"):
-            want = causal_softmax(SimpleNamespace(att=scores.astype(np.float64), scale=scale, T=T))
-        lab.expect("att", att, want["att"], ROUNDING)
+    cases = ({"H": 2, "T": T, "scale": scale} for T, scale in ((37, 0.125), (160, 1.0), (40, 60.0)))
+    check_topic(lab, kernels.attention.cu, "softmax", *cases)
 
 
 def tiles_of(k: np.ndarray, v: np.ndarray, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -707,20 +671,11 @@ def check_ring(lab: Lab) -> None:
 
 
 def check_flash_attention(lab: Lab) -> str:
-    """By the arrays, sizes and tolerance of the ladder, in the place of one of its rungs."""
-    topic, source = TOPICS["flash_attention"], Source(lab.path)
+    """In the place of one of the ladder's rungs."""
+    topic = TOPICS["flash_attention"]
     rung = next(rung for rung in topic.rungs if rung.kernel == "swizzled_kernel")
-
-    def place(how: str, values: np.ndarray) -> np.ndarray:
-        return output(*values.shape) if how == "write" else given(values)
-
-    for sizes in topic.odd, topic.fours, topic.round:
-        lab.case, arrays = text_of(sizes), place_arrays(topic, sizes, place)
-        with lab.in_place_of(source):
-            rung.launch(source, arrays)
-        for name, want in references(topic, sizes).items():
-            lab.expect(name, getattr(arrays, name), want, 20 * TF32)
-            lab.expect(f"the relative error of {name}", relative_error(getattr(arrays, name), want), 0, TF32)
+    cases = topic.odd, topic.fours, topic.round
+    check_topic(lab, Source(lab.path), "flash_attention", *cases, rung=rung, tolerance=20 * TF32)
     (one,) = lab.watched
     lines = list(lines_of(one))
     shared = [line for line in lines if one.arrays[line.array].shared]
@@ -788,10 +743,8 @@ class Block:
         phases = {"pair": None, "coming": False, "arrived": 0, "full": 0, "empty": 0}  # the last two count their ends
         self.stages = [SimpleNamespace(number=i, **phases) for i in range(stages)]
         self.producer, *self.consumers = self.roles = [
-            SimpleNamespace(
-                name=name, turns=lab.call(name.split()[0], tiles, steps, stages), instruction=None, started=0, stored=0,
-                under_way=[], most=0,
-            )
+            SimpleNamespace(name=name, turns=lab.call(name.split()[0], tiles, steps, stages), instruction=None,
+                            started=0, stored=0, under_way=[], most=0)
             for name in ("producer", "consumer 0", "consumer 1")
         ]  # fmt: skip
 
@@ -814,47 +767,46 @@ class Block:
         if role.instruction is None:
             role.instruction = self.lab.run(next, role.turns, ("end",))
         stages = range(len(self.stages))
-        kind, *of = role.instruction if isinstance(role.instruction, tuple) and role.instruction else ("",)
-        if kind == "wait" and len(of) == 3 and of[0] in ("full", "empty") and of[1] in stages and of[2] in (0, 1):
-            return getattr(self.stages[of[1]], of[0]) % 2 != of[2]
-        if kind == "finish" and len(of) == 1 and isinstance(of[0], int) and of[0] >= 0:
-            return len(role.under_way) <= of[0]
-        if kind in ("copy", "start", "arrive") and len(of) == 1 and of[0] in stages or role.instruction == ("store",):
-            return True
-        if role.instruction == ("end",):
-            return False
+        match role.instruction:
+            case "wait", "full" | "empty" as barrier, stage, 0 | 1 as parity if stage in stages:
+                return getattr(self.stages[stage], barrier) % 2 != parity
+            case "finish", int(pending) if pending >= 0:
+                return len(role.under_way) <= pending
+            case "copy" | "start" | "arrive", stage if stage in stages:
+                return True
+            case ("store",) | ("end",):
+                return role.instruction == ("store",)
         raise Wrong(f"{role.name} yields {role.instruction!r}, which is no instruction")
 
     def step(self, role: SimpleNamespace) -> None:
-        kind, *of = role.instruction
+        """Wrong if the role's instruction comes too early or too often."""
+        (kind, *of), pair = role.instruction, role.started
         stage = self.stages[of[0]] if kind in ("copy", "start", "arrive") else None
+        there = f"pair {stage.pair}{', still coming,' * stage.coming} is in the stage, " if stage else ""
         read = [consumer.started - len(consumer.under_way) for consumer in self.consumers]  # pairs, from the first on
+        right = True
         if kind == "copy":
-            self.need(role.started < self.total and (stage.pair is None or min(read) > stage.pair), role, stage, read)
-            stage.pair, stage.coming, role.started = role.started, True, role.started + 1
+            right = pair < self.total and (stage.pair is None or min(read) > stage.pair)
+            stage.pair, stage.coming, role.started = pair, True, pair + 1
         elif kind == "start":
-            self.need(not stage.coming and stage.pair == role.started, role, stage, read)
+            right = not stage.coming and stage.pair == pair
             role.under_way.append(stage.number)
-            role.started, role.most = role.started + 1, max(role.most, len(role.under_way))
+            role.started, role.most = pair + 1, max(role.most, len(role.under_way))
         elif kind == "arrive":
-            self.need(stage.number not in role.under_way, role, stage, read)
+            right = stage.number not in role.under_way
             stage.empty, stage.arrived = stage.empty + stage.arrived, 1 - stage.arrived
         elif kind == "store":
             role.stored += 1
-            self.need(not role.under_way and role.started == role.stored * self.steps, role, None, read)
-        role.instruction = None
-
-    def need(self, right: bool, role: SimpleNamespace, stage: SimpleNamespace | None, read: list[int]) -> None:
+            right = not role.under_way and pair == role.stored * self.steps
         if not right:
-            there = f"pair {stage.pair}{', still coming,' * stage.coming} is in the stage, " if stage else ""
-            raise Wrong(f"{role.name} does {role.instruction} too early or too often, for pair {role.started}: {there}"
+            raise Wrong(f"{role.name} does {role.instruction} too early or too often, for pair {pair}: {there}"
                         f"consumers have finished {read[0]} and {read[1]} products")  # fmt: skip
+        role.instruction = None
 
     def finished(self) -> None:
         """Wrong if somebody waits, or has left something undone."""
-        at = ", ".join(f"{role.name} at {role.instruction}" for role in self.roles)
         if any(role.instruction != ("end",) for role in self.roles):
-            raise Wrong(f"nobody can go on: {at}")
+            raise Wrong(f"nobody can go on: {', '.join(f'{role.name} at {role.instruction}' for role in self.roles)}")
         for role in self.roles:
             self.lab.expect(f"pairs of the {role.name}", role.started, self.total)
         for role in self.consumers:

@@ -118,9 +118,9 @@ def mending(exercise: Exercise) -> Iterator[None]:
 BODY = "// Write here."
 
 
-def function(first: str) -> Hole:
-    """The body of a Python function, from this place on."""
-    return Hole(first, "", "raise NotImplementedError  # Write here.")
+def in_python(name: str, *places: str) -> Exercise:
+    """An exercise whose holes are bodies of Python functions, from these places on."""
+    return Exercise(name, tuple(Hole(place, "", "raise NotImplementedError  # Write here.") for place in places), "py")
 
 
 EXERCISES = (
@@ -137,8 +137,8 @@ EXERCISES = (
         microscope=True,
     ),
     Exercise("shuffle", (Hole("warp_sums_kernel: float sum", "}", BODY),), microscope=True),
-    Exercise("sectors", (function("sectors: return"),), kind="py"),
-    Exercise("banks", (function("passes: banks ="), function("passes_of_stride: return")), kind="py"),
+    in_python("sectors", "sectors: return"),
+    in_python("banks", "passes: banks =", "passes_of_stride: return"),
     Exercise(
         "bias_gradient",
         (
@@ -194,7 +194,7 @@ float m = 0.0f, s = 0.0f;
             "layernorm_forward_kernel",
         ),
     ),
-    Exercise("tf32", (function("fields: bits ="), function("to_tf32: bits =")), kind="py"),
+    in_python("tf32", "fields: bits =", "to_tf32: bits ="),
     Exercise("transpose", (Hole("transpose_tile_kernel: __shared__", "}", BODY),), microscope=True),
     Exercise(
         "gelu",
@@ -222,7 +222,7 @@ return 0.0f;"""),
             "gelu_backward_kernel",
         ),
     ),
-    Exercise("online_softmax", (function("fold: new ="), function("merge: largest = max(")), kind="py"),
+    in_python("online_softmax", "fold: new =", "merge: largest = max("),
     Exercise(
         "softmax",
         (
@@ -242,13 +242,9 @@ return 0.0f;"""),
 """,
         parts=("softmax_forward_kernel",),
     ),
-    Exercise("flash_forward", (function("flash_forward: largest, total ="),), kind="py"),
-    Exercise("flash_backward", (function("flash_backward: D ="),), kind="py"),
-    Exercise(
-        "fragments",
-        tuple(function(f"{name}: return") for name in ("a_at", "b_at", "c_at", "holder_of_c")),
-        kind="py",
-    ),
+    in_python("flash_forward", "flash_forward: largest, total ="),
+    in_python("flash_backward", "flash_backward: D ="),
+    in_python("fragments", *(f"{name}: return" for name in ("a_at", "b_at", "c_at", "holder_of_c"))),
     Exercise(
         "adamw",
         (
@@ -276,12 +272,8 @@ return 0.0f;"""),
         ),
         microscope=True,
     ),
-    Exercise(
-        "bf16_sum",
-        (function("stops_at: return"), function("sum_in_fp32: return"), function("sum_in_bf16: while")),
-        kind="py",
-    ),
-    Exercise("ring", (function("all_reduce: parts ="),), kind="py"),
+    in_python("bf16_sum", "stops_at: return", "sum_in_fp32: return", "sum_in_bf16: while"),
+    in_python("ring", "all_reduce: parts ="),
     Exercise(
         "flash_attention",
         (
@@ -315,18 +307,9 @@ const Head head(out, lse, qkv, T, NH);
 """,
         microscope=True,
     ),
-    Exercise("segments", (function("backward_through: every = max"),), kind="py"),
-    Exercise(
-        "stages",
-        (function("producer: for i in range"), function("consumer: for i in range")),
-        kind="py",
-    ),
-    Exercise(
-        "one_byte",
-        (
-            function("numbers_of: exponent, mantissa ="), function("scale_of: largest ="),
-            function("quantize: sizes ="), function("product: return"),
-        ),
-        kind="py",
+    in_python("segments", "backward_through: every = max"),
+    in_python("stages", "producer: for i in range", "consumer: for i in range"),
+    in_python(
+        "one_byte", "numbers_of: exponent, mantissa =", "scale_of: largest =", "quantize: sizes =", "product: return"
     ),
 )

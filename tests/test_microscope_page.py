@@ -8,24 +8,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHERS = ("layernorm_backward", "flash_attention_backward")
+each_launcher = pytest.mark.parametrize("launcher", LAUNCHERS)
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    """The address of a launcher's page. A process of its own makes it, for it needs a CPU device of its own."""
-    folder, made = tmp_path_factory.mktemp("pages"), {}
-
-    def make(launcher: str) -> str:
-        if launcher not in made:
-            made[launcher] = folder / f"{launcher}.html"
-            command = [sys.executable, "dev/microscope", launcher, "--html", str(made[launcher])]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            if "the microscope needs" in done.stderr:
-                pytest.skip(done.stderr.strip())
-            assert done.returncode == 0, done.stderr
-        return made[launcher].as_uri()
-
-    return make
+def url(chromium, tmp_path_factory) -> dict[str, str]:
+    """The addresses of the launchers' pages. A process of its own makes each, for it needs a CPU device of its own."""
+    pages = {launcher: tmp_path_factory.mktemp("pages") / f"{launcher}.html" for launcher in LAUNCHERS}
+    for launcher, page in pages.items():
+        command = [sys.executable, "dev/microscope", launcher, "--html", str(page)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if "the microscope needs" in done.stderr:
+            pytest.skip(done.stderr.strip())
+        assert done.returncode == 0, done.stderr
+    return {launcher: page.as_uri() for launcher, page in pages.items()}
 
 
 @pytest.fixture
@@ -56,9 +52,9 @@ def picture(page) -> str:
     return page.evaluate("document.getElementById('drawing').toDataURL()")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@each_launcher
 def test_every_kernel_of_a_page_can_be_stepped_through(url, visit, launcher):
-    page = visit(url(launcher))
+    page = visit(url[launcher])
     kernels = page.locator("#kernel option").count()
     assert page.title().startswith(launcher) and kernels > 1
     for kernel in range(kernels):
@@ -75,20 +71,11 @@ def test_every_kernel_of_a_page_can_be_stepped_through(url, visit, launcher):
         assert len({text for _, text, _ in heard}) == min(30, steps)
 
 
-def test_a_line_of_the_source_is_chosen_by_click_and_by_enter(url, visit):
-    page = visit(url("layernorm_backward"))
+def test_a_line_of_the_source_is_chosen_by_click_and_by_enter_and_its_banks_are_drawn(url, visit):
+    page = visit(url["layernorm_backward"])
     row = page.locator(".figures button", has_text="store 16")
     row.first.click()
     assert " store 16 " in said(page) and row.first.get_attribute("aria-pressed") == "true"
-    row.last.press("Enter")
-    assert " store 16 partials, " in said(page)
-    page.check("#only")
-    assert said(page).startswith("step 1 of 1: ")
-
-
-def test_shared_memory_is_drawn_as_its_banks(url, visit):
-    page = visit(url("layernorm_backward"))
-    page.locator(".figures button", has_text="store 16").first.click()
     assert "in shared memory" in page.inner_text("#array")
     assert [text.split(": ")[1] for text in page.locator("#lanes > span").all_inner_texts()] == ["1 pass"] * 4
     whole = picture(page)
@@ -96,12 +83,16 @@ def test_shared_memory_is_drawn_as_its_banks(url, visit):
     assert picture(page) != whole  # the lane that is pointed at stands out
     page.mouse.move(0, 0)
     assert picture(page) == whole
+    row.last.press("Enter")
+    assert " store 16 partials, " in said(page)
+    page.check("#only")
+    assert said(page).startswith("step 1 of 1: ")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@each_launcher
 def test_the_steps_add_up_to_the_table(url, visit, launcher):
     """Sectors and passes are counted here in JavaScript step by step, and by dev/microscope for each line."""
-    page = visit(url(launcher))
+    page = visit(url[launcher])
     compared = page.evaluate("""() => DATA.kernels.flatMap((kernel, k) => kernel.blocks_shown < kernel.blocks ? [] :
         kernel.lines.map((line, kind) => {
             let [cost, least] = [0, 0];
@@ -121,10 +112,10 @@ def test_the_steps_add_up_to_the_table(url, visit, launcher):
         assert abs(counted - of_table) < 1.001 * rounded
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@each_launcher
 @pytest.mark.parametrize("step", [1, 8])
 def test_a_phone_shows_all_without_scrolling_sideways(url, visit, launcher, step):
-    page = visit(f"{url(launcher)}#kernel=0&block=0&warp=0&step={step}", width=360)
+    page = visit(f"{url[launcher]}#kernel=0&block=0&warp=0&step={step}", width=360)
     for details in page.locator("details").all():
         details.evaluate("details => details.open = true")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -132,7 +123,7 @@ def test_a_phone_shows_all_without_scrolling_sideways(url, visit, launcher, step
 
 
 def test_a_link_restores_what_was_shown(url, visit):
-    page = visit(url("layernorm_backward"))
+    page = visit(url["layernorm_backward"])
     page.select_option("#kernel", "1")
     page.select_option("#block", "2")
     page.select_option("#warp", "5")

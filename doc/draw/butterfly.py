@@ -17,8 +17,7 @@ def draw() -> str:
         same = {value: i for i, value in enumerate(dict.fromkeys(sums))}
         for lane, value in enumerate(sums):
             colour = "f" if len(same) == LANES else COLOURS[same[value]]
-            figure.rect(LEFT + lane * W + 18, y, W - 36, 34, colour)
-            figure.text(LEFT + lane * W + W / 2, y + 23, f"{value:g}", 16, "middle")
+            figure.box(LEFT + lane * W + 18, y, W - 36, 34, colour, f"{value:g}", 16, 23)
         if offset == 0:
             break
         for lane in range(LANES):

@@ -38,12 +38,8 @@ def draw() -> str:
         figure.text(LEFT - 12, TOP + t * H + 21, f"query {t}" if t == 0 else str(t), 13, "end", "faint")
         figure.text(right + T * W + 4, TOP + t * H + 21, "sum 1", 13, colour="faint")
     y = TOP + T * H + 26
-    figure.rect(LEFT, y - 12, 14, 14, "b")
-    figure.text(LEFT + 22, y, "a position's own key: the last one that it sees", 14)
-    figure.rect(LEFT, y + 12, 14, 14, "f")
-    for i, words in enumerate((
-        "later positions. exp(-∞) is 0, so they count neither in a row's sum nor in its output,",
-        "and no gradient goes to them.",
-    )):  # fmt: skip
-        figure.text(LEFT + 22, y + 24 + 20 * i, words, 14)
+    figure.key(LEFT, y - 12, "b", "a position's own key: the last one that it sees", 14, 14)
+    says = "later positions. exp(-∞) is 0, so they count neither in a row's sum nor in its output,"
+    figure.key(LEFT, y + 12, "f", says, 14, 14)
+    figure.text(LEFT + 22, y + 44, "and no gradient goes to them.", 14)
     return figure.svg()

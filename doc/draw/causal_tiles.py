@@ -43,12 +43,11 @@ def draw() -> str:
         figure.text(right + middle, top - 9, f"y={block}", 12, "middle")
         figure.text(right + middle, top + SIDE + 16, str(WARPS * BLOCKS - tiles + WARPS), 13, "middle", "faint")
     y = top + SIDE + 46
-    for i, words in enumerate((
+    figure.lines(left, y, 20, (
         "y: blockIdx.y. Blocks start in this order, those with the most tiles first; how many",
         f"tiles a block streams stands at its end. A square is a tile, {ROWS} queries by {ROWS} keys:",
         "one warp's work between two barriers.",
-    )):  # fmt: skip
-        figure.text(left, y + 20 * i, words, 14)
-    figure.rect(left, y + 56, 14, 14, "b")
-    figure.text(left + 22, y + 68, "on the diagonal: the only tiles in which queries and keys are compared", 14)
+    ))  # fmt: skip
+    says = "on the diagonal: the only tiles in which queries and keys are compared"
+    figure.key(left, y + 56, "b", says, 14, 14)
     return figure.svg()

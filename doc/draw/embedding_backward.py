@@ -16,8 +16,7 @@ def draw() -> str:
         return LEFT + column * W + W / 2 - 4
 
     def cell(column: int, y: float, label: str, token: int, columns: int = 1) -> None:
-        figure.rect(LEFT + column * W, y, columns * W - 8, H, COLOURS[token])
-        figure.text(LEFT + (column + columns / 2) * W - 4, y + 20, label, 13, "middle")
+        figure.box(LEFT + column * W, y, columns * W - 8, H, COLOURS[token], label, 13, 20)
 
     for y, name in ((54, "dout"), (90, "token"), (180, "order"), (216, "count"), (252, "block"), (326, "dwte")):
         figure.text(LEFT - 12, y, name, 14, "end")

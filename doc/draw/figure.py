@@ -1,5 +1,6 @@
 """What the drawings share: a figure that collects shapes and becomes SVG in both colour schemes."""
 
+from collections.abc import Iterable
 from html import escape
 
 LIGHT = {
@@ -44,6 +45,24 @@ class Figure:
             f'<text x="{x:.4g}" y="{y:.4g}" font-size="{size}" text-anchor="{anchor}" {paint(colour)}'
             f"{weight}{turn}>{escape(words)}</text>"
         )
+
+    def lines(self, x: float, y: float, step: float, words: Iterable[str], size: float = 14) -> None:
+        """Lines of text below each other."""
+        for i, line in enumerate(words):
+            self.text(x, y + step * i, line, size)
+
+    def box(
+        self, x: float, y: float, w: float, h: float, fill: str, words: str, size: float, down: float, edge: str = "",
+        colour: str = "ink", bold: bool = False,
+    ) -> None:  # fmt: skip
+        """A rectangle with words in its middle, `down` below its upper edge."""
+        self.rect(x, y, w, h, fill, edge)
+        self.text(x + w / 2, y + down, words, size, "middle", colour, bold=bold)
+
+    def key(self, x: float, y: float, fill: str, words: str, size: float = 13, wide: int = 18, edge: str = "") -> None:
+        """What a colour means."""
+        self.rect(x, y, wide, 14, fill, edge)
+        self.text(x + wide + 8, y + 12, words, size)
 
     def line(
         self, x1: float, y1: float, x2: float, y2: float, colour: str = "ink", width: float = 1, dashed: bool = False,

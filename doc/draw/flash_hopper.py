@@ -31,11 +31,10 @@ def draw() -> str:
             piece(x, f"warpgroup {group}", SCORES, "f", "waits")
             piece(x + SCORES, f"warpgroup {group}", SOFTMAX, "e", f"exponentials {tile}")
     figure.text(X, 22, "time, with the tile on the diagonal, 4, first", 13, colour="faint")
-    for i, words in enumerate((
+    figure.lines(12, 252, 22, (
         "qk: scores of a tile. pv: p times the values of the tile before, which begins right behind the scores.",
         "A warpgroup waits for its scores alone. While it computes exponentials, the tensor cores work on its pv,",
         "and on the products of the other warpgroup, whose tiles are at another place of the ring.",
         "The producer asks for a tile as soon as all warpgroups have read the tile that lies there.",
-    )):  # fmt: skip
-        figure.text(12, 252 + 22 * i, words, 14)
+    ))  # fmt: skip
     return figure.svg()

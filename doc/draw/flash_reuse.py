@@ -20,8 +20,7 @@ def draw() -> str:
             for group in range(groups):
                 left, top = x + 62 + 124 * product - 46, TOP + 126 + 62 * group
                 figure.line(left + 46, top - 42 if group == 0 else top - 16, left + 46, top - 4, "faint", arrow=True)
-                figure.rect(left, top, 92, 44, "c", "ink")
-                figure.text(left + 46, top + 27, f"mma {1 + product + 2 * group}", 14, "middle")
+                figure.box(left, top, 92, 44, "c", f"mma {1 + product + 2 * group}", 14, 27, edge="ink")
         for group in range(groups):
             figure.text(x + 262, TOP + 153 + 62 * group, f"queries {16 * group} to {16 * group + 15}", 13)
         figure.text(x, TOP + 282, says, 14)

@@ -1,7 +1,7 @@
 """The swizzle of the ladder: where eight rows of a tile have their chunks, and which lanes meet in which banks."""
 
 from doc.draw.figure import Figure
-from doc.draw.rung import heading
+from doc.draw.rung import rung_figure
 
 SIDE, TOP = 46, 86
 
@@ -15,14 +15,13 @@ def grid(figure: Figure, x: int, title: str, swizzled: bool, says: str) -> None:
         for place in range(8):
             chunk = place ^ row if swizzled else place
             left, top = x + place * SIDE, TOP + 32 + row * SIDE
-            figure.rect(left, top, SIDE, SIDE, "b" if chunk == 0 else "f", "paper")
-            figure.text(left + SIDE / 2, top + 28, str(chunk), 14, "middle")
+            figure.box(left, top, SIDE, SIDE, "b" if chunk == 0 else "f", str(chunk), 14, 28, edge="paper")
     figure.text(x, TOP + 424, says, 14)
 
 
 def draw() -> str:
-    figure = Figure(830, 528, "A tile's chunks in their places, and swizzled")
-    heading(figure, "flash_attention_bf16", "swizzled_kernel")
+    shows = "A tile's chunks in their places, and swizzled"
+    figure = rung_figure("flash_attention_bf16", "swizzled_kernel", 830, 528, shows)
     grid(figure, 20, "Rows as they are", False, "eight rows in the same four banks: eight passes")
     grid(figure, 440, "Chunk c of row r where c xor r would be", True, "eight rows in eight fours of banks: one pass")
     return figure.svg()

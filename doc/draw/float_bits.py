@@ -28,8 +28,7 @@ def draw() -> str:
             x, kept = LEFT + place * CELL, place < 1 + EXPONENT + mantissa
             colour = "e" if place == 0 else "b" if place <= EXPONENT else "a"
             if kept:
-                figure.rect(x, y, CELL - 2, 34, colour)
-                figure.text(x + CELL / 2 - 1, y + 23, str(bits >> (31 - place) & 1), 15, "middle")
+                figure.box(x, y, CELL - 2, 34, colour, str(bits >> (31 - place) & 1), 15, 23)
             else:
                 figure.rect(x, y, CELL - 2, 34, "f")
         value = struct.unpack("<f", struct.pack("<I", bits))[0]

@@ -1,7 +1,7 @@
 """GELU's backward pass in TF32: which (N, 4C) matrices the kernel reads and writes, and how a warp touches them."""
 
 from doc.draw.figure import Figure
-from doc.draw.rung import account, boxed, column_of_tile, heading, matrix
+from doc.draw.rung import account, boxed, column_of_tile, matrix, rung_figure
 
 TOP, LOWER, SIZE = 96, 240, 96
 COLUMNS = 330, 610  # of the account
@@ -13,8 +13,7 @@ def right(figure: Figure, x: float, y: float, to: float) -> None:
 
 def draw() -> str:
     """The kernel writes dinp along the rows and the output through a tile. Each block adds up its own columns."""
-    figure = Figure(880, 476, "What moves in GELU's backward pass")
-    heading(figure, "gelu_backward", "gelu_backward of")
+    figure = rung_figure("gelu_backward", "gelu_backward of", 880, 476, "What moves in GELU's backward pass")
     matrix(figure, 20, TOP, "dout", row=5)
     matrix(figure, 128, TOP, "inp", row=5)
     right(figure, 232, TOP + SIZE / 2, 258)

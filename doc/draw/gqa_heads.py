@@ -12,8 +12,7 @@ def draw() -> str:
     figure = Figure(LEFT + NH * W + 76, 536, "Grouped-query attention")
 
     def head(x: float, y: float, label: str, group: int, width: float = W - 8) -> None:
-        figure.rect(x, y, width, H, COLOURS[group])
-        figure.text(x + width / 2, y + 22, label, 14, "middle")
+        figure.box(x, y, width, H, COLOURS[group], label, 14, 22)
 
     figure.text(LEFT, 24, f"NH = {NH} query heads, NKV = {NKV} heads of keys and values: G = {G}", 15)
     for y, name in ((62, "queries"), (162, "keys"), (206, "values")):
@@ -37,8 +36,7 @@ def draw() -> str:
         for h in range(G):
             head(x, 366 + h * (H + 2), f"q{j * G + h}", j, 70)
         figure.text(x + 78, 444, "×", 18)
-        figure.rect(x + 98, 412, 118, 50, COLOURS[j])
-        figure.text(x + 157, 442, f"k{j} transposed", 13, "middle")
+        figure.box(x + 98, 412, 118, 50, COLOURS[j], f"k{j} transposed", 13, 30)
         figure.text(x + 35, 526, "(G T, HS)", 13, "middle", "faint")
         figure.text(x + 157, 482, "(HS, T)", 13, "middle", "faint")
     return figure.svg()

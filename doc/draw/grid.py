@@ -14,8 +14,7 @@ def draw() -> str:
         if b is None:
             figure.text(50 + 76 * place, 65, "…", 16, "middle")
             continue
-        figure.rect(16 + 76 * place, 38, 68, 44, "a" if b == 2 else "f")
-        figure.text(50 + 76 * place, 65, f"block {b}", 13, "middle")
+        figure.box(16 + 76 * place, 38, 68, 44, "a" if b == 2 else "f", f"block {b}", 13, 27)
     figure.text(560, 56, "blockIdx.x says which,", 14, colour="faint")
     figure.text(560, 75, f"gridDim.x is {BLOCKS}", 14, colour="faint")
     figure.line(16 + 76 * 2, 82, 16, 128, "rule")

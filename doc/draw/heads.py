@@ -33,15 +33,13 @@ def draw() -> str:
                     figure.text(LEFT + i * W + W / 2 - 2, y + 18, f"t = {t}", 13, "middle")
         for h in range(NH):
             for t in range(T):
-                figure.rect(strip(b, h, t), bottom, SMALL - 2, H - 4, COLOURS[b * NH + h])
-                figure.text(strip(b, h, t) + SMALL / 2 - 1, bottom + 18, str(t), 13, "middle")
+                figure.box(strip(b, h, t), bottom, SMALL - 2, H - 4, COLOURS[b * NH + h], str(t), 13, 18)
             middle = strip(b, h, 0) + T * SMALL / 2
             figure.text(middle, bottom - 12, f"b {b}, head {h}", 13, "middle", "faint")
     figure.text(LEFT - 12, bottom + 18, "t", 13, "end")
-    for i, words in enumerate((
+    figure.lines(12, bottom + H + 26, 20, (
         "In qkv one head's rows lie 3C numbers apart. From matrix to matrix there are two strides:",
         "HS from head to head, and T · 3C from sequence to sequence. In q there is one, T · HS.",
         "Keys and values are arrays of the same kind, k and v.",
-    )):  # fmt: skip
-        figure.text(12, bottom + H + 26 + 20 * i, words, 13)
+    ), 13)  # fmt: skip
     return figure.svg()

@@ -42,8 +42,7 @@ def ring_of_stages() -> str:
             figure.text(left + scale * (start + done) / 2, y + 16, f"{i}", 13, "middle")
         y += row + 34
     for i, (colour, words) in enumerate((("a", "the TMA copies"), ("f", "full, and waits"), ("c", "products read it"))):
-        figure.rect(left + 200 * i, y - 16, 18, 14, colour)
-        figure.text(left + 200 * i + 26, y - 4, words, 13)
+        figure.key(left + 200 * i, y - 16, colour, words)
     return figure.svg()
 
 
@@ -57,16 +56,12 @@ def cluster_of_two() -> str:
         figure.text(x, 230, "memory", 14, bold=True)
         for block in range(2):
             left = x + 84 + 170 * block
-            figure.rect(left, 44, 44, 34, "a", "ink")
-            figure.text(left + 22, 66, f"a{block}", 14, "middle")
-            figure.rect(left + 60, 44, 44, 34, "b", "ink")
-            figure.text(left + 82, 66, f"b{block}" if cluster else "b", 14, "middle")
+            figure.box(left, 44, 44, 34, "a", f"a{block}", 14, 22, edge="ink")
+            figure.box(left + 60, 44, 44, 34, "b", f"b{block}" if cluster else "b", 14, 22, edge="ink")
             figure.rect(left - 6, 190, 150, 70, "f", "ink")
-            figure.rect(left, 200, 44, 34, "a", "ink")
-            figure.text(left + 22, 222, f"a{block}", 14, "middle")
+            figure.box(left, 200, 44, 34, "a", f"a{block}", 14, 22, edge="ink")
             for half in range(2):
-                figure.rect(left + 54 + 42 * half, 200, 42, 34, "b", "ink")
-                figure.text(left + 75 + 42 * half, 222, f"b{half}", 14, "middle")
+                figure.box(left + 54 + 42 * half, 200, 42, 34, "b", f"b{half}", 14, 22, edge="ink")
             figure.text(left + 69, 253, f"block {block}", 13, "middle")
             figure.line(left + 22, 80, left + 22, 196, arrow=True)
             if not cluster:

@@ -4,8 +4,7 @@ from doc.draw.figure import Figure
 
 
 def box(figure: Figure, x: float, y: float, w: float, words: str, shape: str, colour: str) -> None:
-    figure.rect(x, y, w, 46, colour)
-    figure.text(x + w / 2, y + 20, words, 15, "middle", bold=True)
+    figure.box(x, y, w, 46, colour, words, 15, 20, bold=True)
     figure.text(x + w / 2, y + 38, shape, 13, "middle")
 
 
@@ -32,8 +31,7 @@ def draw() -> str:
     ):  # fmt: skip
         figure.line(x1, y1, x2, y2, arrow=True)
 
-    figure.rect(10, 278, 640, 34, "e")
-    figure.text(330, 300, "shared memory: dout, n, rstd and the two means of the block's rows", 14, "middle")
+    figure.box(10, 278, 640, 34, "e", "shared memory: dout, n, rstd and the two means of the block's rows", 14, 22)
     for x, y in (135, 254), (385, 254), (600, 178):
         figure.line(x, y, x, 274, arrow=True)
     figure.text(30, 268, "dout", 13, colour="faint")

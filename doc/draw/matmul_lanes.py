@@ -1,7 +1,7 @@
 """Which elements of a block the lanes of a warp make, before and after they are arranged in warp tiles."""
 
 from doc.draw.figure import Figure
-from doc.draw.rung import heading
+from doc.draw.rung import rung_figure
 
 SIDE, SCALE, TOP = 128, 3, 66
 
@@ -14,13 +14,12 @@ def block(figure: Figure, x: int, title: str, rows: int, columns: int, pieces: l
     for lane, row, column in pieces:
         left, top = x + column * SCALE, TOP + 22 + row * SCALE
         figure.rect(left, top, 4 * SCALE, 4 * SCALE, "e" if lane == 1 else "c", "paper")
-    for i, words in enumerate(says):
-        figure.text(x, TOP + 44 + SIDE * SCALE + 20 * i, words, 14)
+    figure.lines(x, TOP + 44 + SIDE * SCALE, 20, says)
 
 
 def draw() -> str:
-    figure = Figure(860, 580, "The lanes of a warp on the block's 128 x 128 elements")
-    heading(figure, "matmul", "warp_tiles_kernel")
+    shows = "The lanes of a warp on the block's 128 x 128 elements"
+    figure = rung_figure("matmul", "warp_tiles_kernel", 860, 580, shows)
     strip = [(lane, 4 * i, 8 * lane + 4 * j) for lane in range(4) for i in range(2) for j in range(2)]
     tile = [(lane, 32 * i, 4 * lane + 16 * j) for lane in range(4) for i in range(2) for j in range(2)]
     block(figure, 20, "Vectorised: a warp has 16 x 128", 16, 128, strip,

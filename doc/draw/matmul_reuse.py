@@ -1,8 +1,6 @@
 """What a thread loads at one step of k, and how many multiplications that serves, before a rung and in it."""
 
-from doc.draw.figure import Figure
-from doc.draw.operands import Operands
-from doc.draw.rung import account, heading
+from doc.draw.rung import Operands, account, rung_figure
 
 SIDE, SCALE = 12, 17
 SHAPES = {"shared_kernel": (1, 1), "column_of_8_kernel": (8, 1), "square_of_8_kernel": (8, 8)}
@@ -10,8 +8,8 @@ SHAPES = {"shared_kernel": (1, 1), "column_of_8_kernel": (8, 1), "square_of_8_ke
 
 def two_rungs(kernel: str, **says: str) -> str:
     """What a thread makes of c, in the rung before on the left and in this one on the right."""
-    figure = Figure(880, 390, f"What a thread of {kernel} loads at one step of k, and of the rung before")
-    heading(figure, "matmul", kernel)
+    shows = f"What a thread of {kernel} loads at one step of k, and of the rung before"
+    figure = rung_figure("matmul", kernel, 880, 390, shows)
     names = list(SHAPES)
     for x, name in (16, names[names.index(kernel) - 1]), (306, kernel):
         rows, columns = SHAPES[name]

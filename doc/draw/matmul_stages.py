@@ -1,22 +1,20 @@
 """Copies and work of a block in time: one after the other, and in two stages."""
 
-from doc.draw.figure import Figure
-from doc.draw.rung import heading
+from doc.draw.rung import rung_figure
 
 COPY, WORK, X, HEIGHT, TOP = 76, 100, 120, 34, 64
 
 
 def draw() -> str:
-    figure = Figure(880, 360, "Copies and work one after the other, and in two stages")
-    heading(figure, "matmul", "two_stages_kernel")
+    shows = "Copies and work one after the other, and in two stages"
+    figure = rung_figure("matmul", "two_stages_kernel", 880, 360, shows)
 
     def rows(y: float) -> None:
         figure.text(20, y + 22, "copies", 14)
         figure.text(20, y + 62, "products", 14)
 
     def piece(at: float, y: float, width: float, colour: str, i: int) -> None:
-        figure.rect(at, y, width, HEIGHT, colour, "paper")
-        figure.text(at + width / 2, y + 22, f"tile {i}", 13, "middle")
+        figure.box(at, y, width, HEIGHT, colour, f"tile {i}", 13, 22, edge="paper")
 
     figure.text(20, TOP + 20, "One stage: all wait for the copy, then compute, then the tile is overwritten", 14)
     rows(TOP + 34)

@@ -1,16 +1,13 @@
 """A block of the tiled product walks along K, a pair of tiles at a time."""
 
-from doc.draw.figure import Figure
-from doc.draw.operands import Operands
-from doc.draw.rung import heading
+from doc.draw.rung import Operands, rung_figure
 
 SIDE, SCALE = 4, 13  # of a tile, which stands for 32; pixels
 M, N, K = 3 * SIDE, 4 * SIDE, 4 * SIDE
 
 
 def draw() -> str:
-    figure = Figure(880, 480, "Tiles of a and b in shared memory, walking along K")
-    heading(figure, "matmul", "shared_kernel")
+    figure = rung_figure("matmul", "shared_kernel", 880, 480, "Tiles of a and b in shared memory, walking along K")
     operands = Operands(figure, 34, 66, M, N, K, SCALE)
     row, column = SIDE, 2 * SIDE
     for i in range(K // SIDE):
@@ -22,13 +19,11 @@ def draw() -> str:
     operands.mark("c", row + 1, column + 2, 1, 1, "e")
     operands.mark("a", row + 1, SIDE, 1, SIDE, "e")
     operands.mark("b", SIDE, column + 2, SIDE, 1, "e")
-    x = operands.width + 64
-    for i, words in enumerate((
+    figure.lines(operands.width + 64, 130, 22, (
         "A block makes 32 x 32 elements of c (green).", "Step 1: its threads copy tile 1 of a and of b",
         "from device memory into shared memory (blue).", "Then each thread takes a row of the one and a",
         "column of the other (red) for its element.", "Then come the tiles of step 2.", "",
         "Each number of a tile is read once from device", "memory and 32 times from shared memory.",
         "A thread keeps one sum in a register.", "All 1024 threads wait at two barriers a step.",
-    )):  # fmt: skip
-        figure.text(x, 130 + 22 * i, words, 14)
+    ))  # fmt: skip
     return figure.svg()

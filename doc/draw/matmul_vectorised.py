@@ -1,14 +1,13 @@
 """Which 16 bytes a thread of the vectorised product moves: from device memory to the tiles, and from these."""
 
-from doc.draw.figure import Figure
-from doc.draw.rung import account, cells, heading
+from doc.draw.rung import account, cells, rung_figure
 
 SIZE, K = 18, 5  # pixels of a number; the step of k that is shown
 
 
 def draw() -> str:
-    figure = Figure(880, 520, "Vectors of the vectorised product: of a in memory, of the tiles, and of a thread")
-    heading(figure, "matmul", "vectorised_kernel")
+    shows = "Vectors of the vectorised product: of a in memory, of the tiles, and of a thread"
+    figure = rung_figure("matmul", "vectorised_kernel", 880, 520, shows)
     figure.text(20, 84, "a in device memory", 14)
     cells(figure, 20, 94, 6, 8, SIZE, {(2, k): "e" for k in range(4)})
     figure.text(20, 222, "16 bytes: 4 of a row", 12)

@@ -1,16 +1,13 @@
 """What a warp touches of a, b and c at one step of k: with its lanes down a column of c, and along a row."""
 
-from doc.draw.figure import Figure
-from doc.draw.operands import Operands
-from doc.draw.rung import account, heading, legend
+from doc.draw.rung import Operands, account, legend, rung_figure
 
 M, N, K, SCALE, SECTOR = 36, 40, 16, 6, 8
 
 
 def panel(kernel: str, marks: list[tuple], **says: str) -> str:
     """marks: of each matrix the sectors that are moved, and in them the numbers that are used."""
-    figure = Figure(880, 420, f"A warp of {kernel} of the product's ladder at one step of k")
-    heading(figure, "matmul", kernel)
+    figure = rung_figure("matmul", kernel, 880, 420, f"A warp of {kernel} of the product's ladder at one step of k")
     operands = Operands(figure, 34, 70, M, N, K, SCALE)
     for name, sectors, used in marks:
         operands.mark(name, *sectors, "b")

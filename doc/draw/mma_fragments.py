@@ -42,8 +42,7 @@ def matrix(
         for column in range(8):
             lane, register = holder(row, column)
             x, y = x0 + column * W, y0 + row * H
-            figure.rect(x, y, W, H, COLOURS[lane % 4], "paper")
-            figure.text(x + W / 2, y + 13, str(lane), 13, "middle")
+            figure.box(x, y, W, H, COLOURS[lane % 4], str(lane), 13, 13, edge="paper")
             figure.text(x + W / 2, y + 24, register, 10, "middle")
             if lane == MARKED:
                 marked.append((x, y))

@@ -32,8 +32,7 @@ def draw() -> str:
         figure.text(8, y + 22, stream, 15, bold=True)
         for i, (start, end) in enumerate(at[stream]):
             x = LEFT + SCALE * start
-            figure.rect(x, y, SCALE * (end - start) - 2, HIGH, "ab"[i % 2])
-            figure.text(x + SCALE * (end - start) / 2 - 1, y + 22, f"{i}", 14, "middle")
+            figure.box(x, y, SCALE * (end - start) - 2, HIGH, "ab"[i % 2], f"{i}", 14, 22)
             if row < 2:  # the next stream waits for this one
                 x = LEFT + SCALE * end
                 figure.line(x - 3, y + HIGH + 1, x + 2, y + ROW - 2, "ink", 1.2, arrow=True)
@@ -42,8 +41,7 @@ def draw() -> str:
                 figure.line(LEFT + SCALE * end, y - 1, x, TOP + HIGH + 3, "faint", 1.2, dashed=True, arrow=True)
     y = TOP + 3 * ROW + 6
     for i, words in enumerate(("in the first buffer", "in the second")):
-        figure.rect(LEFT + 180 * i, y, 18, 14, "ab"[i])
-        figure.text(LEFT + 180 * i + 26, y + 12, words, 13)
+        figure.key(LEFT + 180 * i, y, "ab"[i], words)
     figure.line(LEFT + 360, y + 7, LEFT + 400, y + 7, "faint", 1.2, dashed=True, arrow=True)
     figure.text(LEFT + 410, y + 12, "waits until the buffer is free", 13)
     return figure.svg()

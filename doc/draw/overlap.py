@@ -37,6 +37,5 @@ def draw() -> str:
         figure.text(LEFT + ms * SCALE, bottom + 22, f"{ms}", 13, "middle", "faint")
     figure.line(LEFT, bottom, LEFT + 13 * SCALE, bottom)
     for x, words, colour in ((120, "latency", "f"), (250, "numbers on the link", "a"), (470, "backward", "b")):
-        figure.rect(x, bottom + 34, 18, 14, colour, "rule")
-        figure.text(x + 26, bottom + 46, words, 13)
+        figure.key(x, bottom + 34, colour, words, edge="rule")
     return figure.svg()

@@ -34,8 +34,7 @@ def equation(figure: Figure, y: float, title: str, summed: str, operands: tuple,
 
 def strip(figure: Figure, x: float, y: float, order: list[str]) -> None:
     for i, word in enumerate(order):
-        figure.rect(x + 34 * i, y, 32, 28, "ab"[int(word[0]) - 1])
-        figure.text(x + 34 * i + 16, y + 19, word, 14, "middle")
+        figure.box(x + 34 * i, y, 32, 28, "ab"[int(word[0]) - 1], word, 14, 19)
 
 
 def draw() -> str:

@@ -43,6 +43,5 @@ def draw() -> str:
     figure.text(8, 22, "Numbers in memory for each row of x; six layers; time to the right", 16, bold=True)
     legend = ("forward", "a"), ("forward again", "b"), ("backward", "c"), ("inputs kept", "f")
     for i, (words, colour) in enumerate(legend):
-        figure.rect(LEFT + 170 * i, y - 8, 18, 14, colour, "rule")
-        figure.text(LEFT + 170 * i + 26, y + 4, words, 13)
+        figure.key(LEFT + 170 * i, y - 8, colour, words, edge="rule")
     return figure.svg()

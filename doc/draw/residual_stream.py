@@ -119,6 +119,5 @@ def draw() -> str:
     bottom = TOP + ROW * (len(KEPT) + len(SCRATCH)) + 32
     figure.text((LEFT + split) / 2, bottom - 8, "forward", 13, "middle", bold=True)
     figure.text((split + WIDTH) / 2, bottom - 8, "backward", 13, "middle", bold=True)
-    for i, words in enumerate(MEANING):
-        figure.text(6, 20 + 18 * i, words, 13)
+    figure.lines(6, 20, 18, MEANING, 13)
     return figure.svg()

@@ -1,4 +1,4 @@
-"""A ring of three ranks adds up its gradients: the pieces of each rank before and after each of the four passes."""
+"""Three ranks add up their gradients: the pieces of each rank before and after each pass, in a ring, and by shares."""
 
 from doc.draw.figure import Figure
 
@@ -47,5 +47,19 @@ def drawn_passes(states: list[tuple[str, Holds, Sends]], title: str) -> str:
     return figure.svg()
 
 
-def draw() -> str:
+def ring() -> str:
     return drawn_passes(passes(), "All-reduce in a ring of three ranks")
+
+
+def shares() -> str:
+    """With peer access two passes are enough: each rank adds its own share."""
+    one = [[frozenset({r})] * N for r in range(N)]
+    to_owner: Sends = [(r, share, share) for r in range(N) for share in range(N) if r != share]
+    own: Holds = [[frozenset(range(N)) if share == r else one[r][share] for share in range(N)] for r in range(N)]
+    to_all: Sends = [(share, share, r) for share in range(N) for r in range(N) if r != share]
+    whole: Holds = [[frozenset(range(N))] * N] * N
+    states = [("", one, to_owner), ("adding", own, to_all), ("copying", whole, [])]
+    return drawn_passes(states, "All-reduce by shares, of three ranks with peer access")
+
+
+PICTURES = {"ring": ring, "shares": shares}

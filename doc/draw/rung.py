@@ -32,10 +32,12 @@ def title(topic: str, kernel: str) -> str:
     return title_and_idea(topic, rung)[0]
 
 
-def heading(figure: Figure, topic: str, kernel: str, x: float = 20) -> None:
-    """A rung's title and what was measured, in the first 50 pixels of the picture."""
-    figure.text(x, 24, title(topic, kernel), 16, bold=True)
-    figure.text(x, 46, measured(topic, kernel), 14)
+def rung_figure(topic: str, kernel: str, width: float, height: float, shows: str) -> Figure:
+    """A rung's picture: its title and what was measured are in the first 50 pixels."""
+    figure = Figure(width, height, shows)
+    figure.text(20, 24, title(topic, kernel), 16, bold=True)
+    figure.text(20, 46, measured(topic, kernel), 14)
+    return figure
 
 
 def account(
@@ -116,3 +118,26 @@ def legend(figure: Figure, x: float, y: float, *entries: tuple[str, str]) -> Non
         figure.rect(x, y - 12, 14, 14, colour)
         figure.text(x + 20, y, words, 13)
         x += 44 + 7.5 * len(words)
+
+
+class Operands:
+    """c (m, n) = a (m, k) b (k, n): a stands left of c and b above it, so that rows and columns line up. An element has
+    so many pixels; the upper left corner of all is at (x, y)."""
+
+    def __init__(self, figure: Figure, x: float, y: float, m: int, n: int, k: int, scale: float):
+        self.figure, self.scale, gap = figure, scale, 10
+        right, below = x + k * scale + gap, y + k * scale + gap
+        self.corners = {"a": (x, below), "b": (right, y), "c": (right, below)}
+        self.width = (k + n) * scale + gap
+        for name, rows, columns in (("a", m, k), ("b", k, n), ("c", m, n)):
+            self.mark(name, 0, 0, rows, columns, "f")
+        figure.text(x - 14, below + 14, "a", 16, bold=True)
+        figure.text(right - 16, y + 14, "b", 16, bold=True)
+
+    def mark(self, name: str, row: float, column: float, rows: float, columns: float, fill: str, edge: str = ""):
+        x, y = self.place(name, row, column)
+        self.figure.rect(x, y, columns * self.scale, rows * self.scale, fill, edge)
+
+    def place(self, name: str, row: float, column: float) -> tuple[float, float]:
+        x, y = self.corners[name]
+        return x + column * self.scale, y + row * self.scale

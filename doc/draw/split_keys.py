@@ -31,8 +31,7 @@ def draw() -> str:
             figure.text(middle, bottom + 48, "writes: no keys", 14, "middle", "faint")
             continue
         figure.line(x_of(POSITION) + CELL / 2 - 1, 30 + H, middle, TOP - 4, "faint", 1.5)
-        figure.rect(middle - 44, bottom + 38, 88, 28, "c")
-        figure.text(middle, bottom + 57, f"m{z}, l{z}, o{z}", 14, "middle")
+        figure.box(middle - 44, bottom + 38, 88, 28, "c", f"m{z}, l{z}, o{z}", 14, 19)
         figure.line(middle, bottom + 66, x_of(2 * KEYS), bottom + 104, "ink", 1.2, arrow=True)
     figure.rect(x_of(2 * KEYS) - 184, bottom + 106, 368, 30, "d")
     figure.text(x_of(2 * KEYS), bottom + 126, "the second kernel adds them up, from left to right", 14, "middle")

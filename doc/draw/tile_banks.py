@@ -42,8 +42,7 @@ def draw() -> str:
             figure.text(x + CELL / 2, y + 26, str(bank), 11, "middle", "faint")
             figure.rect(x, y + 34, CELL - 2, 22, "f")
             for k, lane in enumerate(lanes[:MOST]):
-                figure.rect(x, y + 34 + 24 * k, CELL - 2, 22, "abce"[k])
-                figure.text(x + CELL / 2 - 1, y + 50 + 24 * k, str(lane), 12, "middle")
+                figure.box(x, y + 34 + 24 * k, CELL - 2, 22, "abce"[k], str(lane), 12, 16)
         bottom = y + 54 + 24 * min(passes, MOST)
         if passes > MOST:
             figure.text(LEFT + CELL + 6, bottom - 28, f"… and {passes - MOST} more lanes of bank 0", 14)

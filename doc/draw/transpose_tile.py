@@ -1,14 +1,13 @@
 """A transposition through a tile: rows into shared memory, columns out of it."""
 
-from doc.draw.figure import Figure
-from doc.draw.rung import account, column_of_tile, heading, matrix
+from doc.draw.rung import account, column_of_tile, matrix, rung_figure
 
 TOP = 92
 
 
 def draw() -> str:
-    figure = Figure(880, 320, "What a warp moves when a tile is transposed in shared memory")
-    heading(figure, "transpose", "tile_kernel")
+    shows = "What a warp moves when a tile is transposed in shared memory"
+    figure = rung_figure("transpose", "tile_kernel", 880, 320, shows)
     matrix(figure, 20, TOP, "inp", row=5)
     figure.line(122, TOP + 48, 146, TOP + 48, arrow=True)
     matrix(figure, 152, TOP, "tile", row=5)

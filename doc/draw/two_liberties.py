@@ -10,8 +10,7 @@ def draw() -> str:
     figure = Figure(LEFT + 8 * W + 6, 532, "Two choices of order in flash attention's products")
 
     def box(x: float, y: float, label: object, t: int, width: float = W - 6, below: str = "") -> None:
-        figure.rect(x, y, width, H, COLOURS[t])
-        figure.text(x + width / 2, y + 22, str(label), 14, "middle")
+        figure.box(x, y, width, H, COLOURS[t], str(label), 14, 22)
         figure.text(x + width / 2, y + H + 14, below, 11, "middle", "faint")
 
     def side(y: float, words: str, size: int = 14) -> None:

@@ -28,10 +28,8 @@ def draw() -> str:
             draw_layer(figure, x + WEIGHTS, y + TOP + layer * (C + 10), weights, layer)
     y = 2 * HIGH + 10
     for r, colour in enumerate(RANKS):
-        figure.rect(TOKENS + 110 * r, y, 18, 14, colour)
-        figure.text(TOKENS + 110 * r + 26, y + 12, f"rank {r}", 14)
-    figure.rect(TOKENS + 330, y, 18, 14, "f", "rule")
-    figure.text(TOKENS + 356, y + 12, "every rank", 14)
+        figure.key(TOKENS + 110 * r, y, colour, f"rank {r}", 14)
+    figure.key(TOKENS + 330, y, "f", "every rank", 14, edge="rule")
     figure.text(TOKENS + 460, y + 12, "left: six sequences; right: the matrices of three layers", 14, colour="faint")
     return figure.svg()
 

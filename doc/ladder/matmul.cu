@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(256) warp_tiles_kernel(float* c, co
     store_squares(c, sum, m0 + y, 32, n0 + x, 16, M, N);
 }
 
-// ---- with tensor cores. tensor_cores.cuh has their instruction, mma, and says which lane holds what of its operands.
+// ---- with tensor cores. kernels/mma.cuh has their instruction, mma, and says which lane holds what of its operands.
 // A warp makes the same 64 x 32 elements, as 4 x 4 results of mma, and takes 16 numbers of K at a time. A lane is g
 // rows and t columns from the corner of a fragment of a, or t rows and g columns from that of b. With rows of 20 and of
 // 136 floats the lanes meet 32 different banks: all 20 g + t differ modulo 32, and all 136 t + g.
@@ -208,22 +208,6 @@ __device__ inline void add_products(float (&sum)[4][4][4], const float (&tile_a)
         for (int i = 0; i < 4; i++) {
 #pragma unroll
             for (int j = 0; j < 4; j++) mma(sum[i][j], of_a[i], of_b[j][0], of_b[j][1]);
-        }
-    }
-}
-
-__device__ inline void store_products(float* c, const float (&sum)[4][4][4], int m0, int n0, int M, int N) {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            for (int half = 0; half < 2; half++) {
-                const int row = m0 + warp / 4 * 64 + 16 * i + 8 * half + g, column = n0 + warp % 4 * 32 + 8 * j + 2 * t;
-                if (row >= M || column >= N) continue;
-                const float2 two = make_float2(sum[i][j][2 * half], sum[i][j][2 * half + 1]);
-                *reinterpret_cast<float2*>(c + (size_t)row * N + column) = two;
-            }
         }
     }
 }

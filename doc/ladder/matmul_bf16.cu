@@ -96,22 +96,6 @@ __device__ inline void add_products(float (&sum)[4][4][4], const Tiles& tiles) {
     }
 }
 
-__device__ inline void store_products(bf16* c, const float (&sum)[4][4][4], int m0, int n0, int M, int N) {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            for (int half = 0; half < 2; half++) {
-                const int row = m0 + warp / 4 * 64 + 16 * i + 8 * half + g, column = n0 + warp % 4 * 32 + 8 * j + 2 * t;
-                if (row >= M || column >= N) continue;
-                const unsigned two = to_bf16(sum[i][j][2 * half], sum[i][j][2 * half + 1]);
-                *reinterpret_cast<unsigned*>(c + (size_t)row * N + column) = two;
-            }
-        }
-    }
-}
-
 // Calls copy(to, from, inside) for the thread's share of the tiles at row m0, column n0 and number k0 of K: twice 16 bytes
 // of each.
 template <class Copy>
