@@ -3,38 +3,35 @@
 Ranks are threads on devices that do nothing before they must (lazy.py). tests/test_ranks.py has processes and GPUs.
 """
 
+import ast
 import re
-import sys
 import tracemalloc
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import device
 from device.errors import UserError
-from llmc.model.model import Model
 from llmc.model.ranges import parameter_ranges
 from llmc.model.tensors import num_parameters
 from llmc.model.weights import randomize
 from llmc.ranks import collectives, exchange, plan, ranks
 from llmc.step.training import make_training
 from llmc.step.update import adamw_update
-from models import EVEN, ODD, ONE_OF_EACH, kind_of
-from support.runs import first_parameters, resume, same, save, train
+from models import EVEN, MODELS, ODD, kind_of
+from support.runs import resume, same, save, train
 
 import numpy as np
 import pytest
 from lazy import LazyDevice, Threads
 
 T = 8
-EACH = [config for config, attention in ONE_OF_EACH if attention != "flash"]
-PAGE = Path(__file__).resolve().parents[1] / "doc" / "exchange.md"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_a_step_of_gpt2_has_the_plan_that_the_book_shows(monkeypatch, rng):
     """That of doc/exchange.md, of GPT-2 124M, here with 32 times fewer channels."""
     page = {}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S):
+    for block in re.findall(r"^```python\n(.*?)^```", (ROOT / "doc" / "exchange.md").read_text(), re.M | re.S):
         exec(block, page)
     config = replace(ODD, num_layers=12, num_heads=2, channels=24)
     monkeypatch.setattr(plan, "MIN_BUCKET", (1 << 22) // 32**2)
@@ -131,34 +128,15 @@ def test_a_step_gathers_parameters_once(bitwise, monkeypatch, rng):
 SHARED = {"head", "dln", "ln", "logits", "losses", "qkv", "gelu", "swiglu", "proj", "fcproj"}
 
 
-def renamed(kind: type[Model]) -> type[Model]:
-    """The model of a script in which every tensor has another name."""
-    script = sys.modules[kind.__module__]
-    tables = kind.Config.PARAMETERS + kind.ACTIVATIONS + kind.GRADIENTS + getattr(script, "FILE", ())
-    names = "|".join({row[0] for row in tables} - SHARED)
-    source = re.sub(rf"\b({names})(_recomputed)?\b", r"\1_of_another\2", Path(script.__file__).read_text())
-    module = ModuleType(f"{script.__name__}_of_another")
-    sys.modules[module.__name__], module.__file__ = module, script.__file__
-    exec(compile(source, script.__file__, "exec"), module.__dict__)
-    return getattr(module, kind.__name__)
-
-
-@pytest.mark.parametrize("flags", [{}, {"sharded": True}, {"bitwise": True}], ids=str)
-@pytest.mark.parametrize("config", EACH, ids=str)
-def test_nothing_outside_a_script_knows_a_tensor_by_its_name(config, flags, monkeypatch, rng):
-    """With other names it trains to the same bits."""
-    batches = rng.integers(0, config.vocab_size, (2, 2, 2, 1, T), dtype=np.int32)
-    kind, flat = kind_of(config), first_parameters(config)
-    theirs = renamed(kind)
-    monkeypatch.setattr(plan, "MIN_BUCKET", 500)
-    monkeypatch.setattr("models.model_kinds", lambda: [kind, theirs])
-    monkeypatch.setattr("support.runs.first_parameters", lambda config: flat)
-
-    def both(rank: int) -> bool:
-        configs = config, theirs.Config(*astuple(config))
-        return same(*(train(each, batches, 0.1, precision="bf16", **flags) for each in configs))
-
-    assert all(Threads(2, monkeypatch).run(both, LazyDevice))
+def test_nothing_outside_a_script_knows_a_tensor_by_its_name():
+    """Neither as an attribute nor as a text."""
+    tables = [(*kind.Config.PARAMETERS, *kind.ACTIVATIONS, *kind.GRADIENTS) for kind in MODELS]
+    names = {row[0] for table in tables for row in table} - SHARED
+    for path in (path for folder in ("model", "ranks", "step") for path in (ROOT / "llmc" / folder).glob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        said = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        said |= {node.value for node in nodes if isinstance(node, ast.Constant)}
+        assert not said & names, path
 
 
 @pytest.mark.parametrize("skips", [False, True])
