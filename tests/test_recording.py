@@ -2,7 +2,6 @@
 that does everything as late as it may, or as early; and who is placed where."""
 
 import inspect
-from pathlib import Path
 
 import device
 from dev.microscope.launches import launches_in
@@ -169,6 +168,7 @@ def test_every_weights_gradient_is_computed_beside_the_rest_of_backward(config, 
 
 def test_the_devices_have_the_same_operations():
     """By name and arguments: what is tested on one must not fail on the other."""
+
     def operations(kind) -> dict[str, list[str]]:
         found = {name: getattr(kind, name) for name in vars(kind) if not name.startswith("_")}
         return {name: list(inspect.signature(one).parameters) for name, one in found.items() if inspect.isfunction(one)}
@@ -180,44 +180,35 @@ def test_the_devices_have_the_same_operations():
     assert cuda.keys() - cpu.keys() == {"switch"}
 
 
-def takes_bf16_alone(path: Path, kernel: str) -> bool:
-    parameters = device.sources.kernel_declarations(path)[kernel]
-    types = " ".join(parameters)
-    return bool(device.architecture_of(path)) or path.parent.name == "fp8" or "bf16" in types or "char" in types
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_a_declaration_says_is_set_is_not_read_before(precision):
+def test_what_a_declaration_says_is_set_is_not_read_before():
     """Every kernel with SETS in its declaration is run by its launcher on outputs of two kinds of garbage."""
     device.use("cpu")
-    device.use_precision(precision)
     seen = set()
-    for launch in launches_in(precision).values():
-        call, found = launch.prepare(launch.sizes), []
 
-        def observer(name, arguments, work, found=found) -> None:
-            sets = [key for key, access in device.accesses(name, arguments).items() if access == "sets"]
-            if not sets or name in device.observing.OPERATIONS:
-                work()
-                return
-            seen.add(name)
-            kept = {key: np.copy(value) for key, value in arguments.items() if isinstance(value, np.ndarray)}
-            results = []
-            for poison in (np.nan, -7e30):
-                poisons = {device.BF16: device.to_bf16(np.array(poison)), device.fp8.E4M3: 127 if poison < 0 else 126}
-                for key, value in kept.items():
-                    poisoned = poisons.get(value.dtype, poison)
-                    arguments[key][...] = poisoned if key in sets else value
-                work()
-                results.append([arguments[key].tobytes() for key in kept])
-            found.append(results[0] == results[1])
+    def observer(name, arguments, work) -> None:
+        sets = [key for key, access in device.accesses(name, arguments).items() if access == "sets"]
+        if not sets or name in device.observing.OPERATIONS:
+            work()
+            return
+        seen.add(name)
+        kept = {key: np.copy(value) for key, value in arguments.items() if isinstance(value, np.ndarray)}
+        results = []
+        for poison in (np.nan, -7e30):
+            poisons = {device.BF16: device.to_bf16(np.array(poison)), device.fp8.E4M3: 127 if poison < 0 else 126}
+            for key, value in kept.items():
+                arguments[key][...] = poisons.get(value.dtype, poison) if key in sets else value
+            work()
+            results.append([arguments[key].tobytes() for key in kept])
+        assert results[0] == results[1], name
 
-        with device.observe(observer):
-            call()
-        assert all(found), launch.launcher.__name__
+    for precision in "fp32", "bf16":
+        device.use_precision(precision)
+        for launch in launches_in(precision).values():
+            call = launch.prepare(launch.sizes)
+            with device.observe(observer):
+                call()
     declared = {
-        name for source in device.sources.imported for name, parameters in
-        device.sources.kernel_accesses(source.path).items() if "sets" in parameters.values()
-        if precision == "bf16" or not takes_bf16_alone(source.path, name)
-    }
-    assert seen >= declared - {name for name in declared if "erf" in name}
+        name for source in device.sources.imported
+        for name, parameters in device.sources.kernel_accesses(source.path).items() if "sets" in parameters.values()
+    }  # fmt: skip
+    assert seen >= {name for name in declared if "erf" not in name}
