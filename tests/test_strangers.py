@@ -151,7 +151,8 @@ def test_the_secret_is_the_environments_or_in_a_file_that_nobody_else_can_read(t
     other.write_text("of a file\n")
     other.chmod(0o600)
     assert find_secret({"LLMC_SECRET_FILE": str(other)}) == b"of a file"
-    (tmp_path / "readable").write_text("of a file\n")
+    (tmp_path / "readable").touch()
+    (tmp_path / "readable").chmod(0o640)
     (tmp_path / "empty").touch(0o600)
     (tmp_path / "link").symlink_to(other)
     for name, said in {
