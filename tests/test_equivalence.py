@@ -189,7 +189,7 @@ def test_what_decides_which_bits_are_computed_does_so():
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("precision, allowed", [("fp32", 1e-3), ("bf16", 3e-2), ("fp8", 0.1)])
+@pytest.mark.parametrize("precision, allowed", [("fp32", 1e-3), ("bf16", 3e-2)])
 @pytest.mark.parametrize("model, change", [
     (HEADS_OF_64, {"ranks": 3, "peers": True, "sharded": True, "device": "lazy"}),
     (LLAMA_64, {"ranks": 3, "peers": True, "sharded": True, "device": "lazy"}),

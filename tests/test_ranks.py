@@ -20,6 +20,7 @@ from llmc.files.model_file import write_model
 from llmc.model.tensors import num_parameters
 from llmc.ranks import ranks
 from llmc.ranks.environment import find_place, first_host
+from llmc.run.arguments import parse_arguments
 from llmc.run.logger import read_log
 from llmc.run.stop import StopRequest
 from models import TINY
@@ -308,7 +309,6 @@ OTHERS = {
         lambda r: ["-l", f"1e-{2 + r}"],
         f"rank 1 on {HOST}: --learning-rate is 0.001, and rank 0's is 0.01; start all ranks with the same flags",
     ),
-    "count": (lambda r: ["--gpus", "3"], "--gpus 3: 2 processes have been started already; leave --gpus out"),
     "data": (lambda r: ["-i", ("plain", "other")[r]], "the fingerprint of the training data (-i) is "),
     "model": (lambda r: ["-i", "plain", "-e", f"{r}.bin"], "the checksum of the model is "),
     "missing data": (lambda r: ["-i", ("plain", "nowhere")[r]], "nowhere_train.bin: no such file"),
@@ -318,7 +318,7 @@ OTHERS = {
 
 @on("cpu", long="cuda")
 @pytest.mark.parametrize("what", [
-    what if what in ("wrong flag", "other flags", "count", "data") else pytest.param(what, marks=pytest.mark.long)
+    what if what in ("wrong flag", "other flags", "data") else pytest.param(what, marks=pytest.mark.long)
     for what in OTHERS
 ])  # fmt: skip
 def test_ranks_that_cannot_train_together_end_with_one_line_from_rank_0(folder, what):
@@ -344,14 +344,20 @@ def test_a_run_of_several_ranks_that_cannot_start_says_so_in_one_line(folder, tm
     assert "need PyTorch's gloo (no torch here): pip install torch" in error
     _, error = run(folder, "--gpus", "2", "-d", "33", code=1, **without)  # nobody has to wait for an import first
     assert error == f"error: -d 33 is not a multiple of 2 ranks * B*T = {2 * B * T}: change -d, -b or -t\n"
-    _, error = run(folder, "--gpus", "0", code=2)
-    assert "--gpus" in error
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         _, error = run(folder, code=1, **torchrun_env(0, 2, port))
     assert error.startswith(
         f"error: rank 0 cannot listen at 127.0.0.1, port {port} (address already in use): for all ranks set "
     )  # fmt: skip
+
+
+def test_a_number_of_ranks_that_makes_no_sense_is_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(GPT2Config, ["--gpus", "0"])
+    assert "--gpus" in capsys.readouterr().err
+    monkeypatch.setattr(ranks, "_group", SimpleNamespace(size=2))
+    assert refusal(ranks.start, 3) == "--gpus 3: 2 processes have been started already; leave --gpus out"
 
 
 def test_more_ranks_than_gpus_are_refused(folder):
