@@ -1,6 +1,8 @@
 """A device that does nothing before it must, as a GPU may, and ranks that are threads of one process."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,12 +10,6 @@ import device
 from llmc.ranks import collectives, peer_transport, ranks
 
 import numpy as np
-
-
-class Mark:
-    """A place in a stream, (stream, how many works come before it)."""
-
-    place: tuple[list, int]
 
 
 class LazyEvent:
@@ -65,16 +61,17 @@ class LazyDevice(device.CpuDevice):
     def memory_operations(self, operations) -> None:
         self.put(super().memory_operations, operations)
 
-    def mark(self, stream: list) -> Mark:
-        mark = Mark()
+    def mark(self, stream: list) -> SimpleNamespace:
+        mark = SimpleNamespace()
         self.give("mark", stream, mark)
         return mark
 
-    def wait(self, stream: list, mark: Mark) -> None:
+    def wait(self, stream: list, mark: SimpleNamespace) -> None:
         self.give("wait", stream, mark)
 
     def give(self, what: str, stream: list, item) -> None:
-        """Gives a stream something to do, or, while a graph is captured, notes it for the graph's replays."""
+        """Gives a stream something to do, or, while a graph is captured, notes it for the graph's replays. A mark's
+        place is (stream, how many works come before it)."""
         if self.tape is not None:
             self.tape.append((what, stream, item))
         elif what == "mark":
@@ -82,8 +79,13 @@ class LazyDevice(device.CpuDevice):
         else:
             stream.append(item.place if what == "wait" else item)
 
-    def on(self, stream: list):
-        return On(self, stream)
+    @contextmanager
+    def on(self, stream: list) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
     def on_comm_stream(self, work, urgent=True, after=None) -> None:
         for mark in after or [self.mark(self.stream)]:
@@ -92,7 +94,7 @@ class LazyDevice(device.CpuDevice):
             super().on_comm_stream(work)
         self.comm_stream = True
 
-    def mark_comm(self) -> Mark:
+    def mark_comm(self) -> SimpleNamespace:
         return self.mark(self.urgent_stream)
 
     def wait_comm(self) -> None:
@@ -148,19 +150,6 @@ class LazyDevice(device.CpuDevice):
 
 class EagerDevice(LazyDevice):
     eagerly = True
-
-
-class On:
-    """Within the block, work is given to a stream."""
-
-    def __init__(self, of: LazyDevice, stream: list):
-        self.of, self.stream, self.before = of, stream, of.stream
-
-    def __enter__(self) -> None:
-        self.of.stream = self.stream
-
-    def __exit__(self, *error) -> None:
-        self.of.stream = self.before
 
 
 class Threads:
@@ -222,37 +211,30 @@ class Threads:
             total += other
         return total
 
-    def all_reduce(self, arrays: list) -> None:
-        def work() -> None:
-            for x in arrays:
-                x[:] = self.sum_of(x)
+    def set_each(self, pieces: list, values_of) -> None:
+        """Sets each array of pieces (x, root) to values_of(x, root), in which all ranks take part."""
 
-        if arrays:
+        def work() -> None:
+            for x, root in pieces:
+                x[:] = values_of(x, root)
+
+        if pieces:
             self.together(work)
+
+    def all_reduce(self, arrays: list) -> None:
+        self.set_each([(x, None) for x in arrays], lambda x, _: self.sum_of(x))
 
     def reduce(self, pieces: list) -> None:
-        def work() -> None:
-            for x, root in pieces:
-                total = self.sum_of(x)
-                x[:] = total if root == self.own.rank else np.nan
-
-        if pieces:
-            self.together(work)
+        self.set_each(pieces, lambda x, root: np.where(root == self.own.rank, self.sum_of(x), np.float32(np.nan)))
 
     def broadcast(self, pieces: list) -> None:
-        def work() -> None:
-            for x, root in pieces:
-                x[:] = self.all_gather(np.copy(x))[root]
-
-        if pieces:
-            self.together(work)
+        self.set_each(pieces, lambda x, root: self.all_gather(np.copy(x))[root])
 
     def exchange(self, sent: list, received: list) -> None:
         def work() -> None:
             of_ranks = self.all_gather([(np.copy(x), to) for x, to in sent])
             for x, peer in received:
-                (values,) = [values for values, to in of_ranks[peer] if to == self.own.rank]
-                x[:] = values
+                (x[:],) = [values for values, to in of_ranks[peer] if to == self.own.rank]
 
         self.together(work)
 

@@ -38,7 +38,7 @@ CUDA = ["cuda"] if "cuda" in DEVICES else []
 CAPABILITY = device.current.device.compute_capability if CUDA else 0
 # All of its matrices can be quantized.
 LLAMA_64 = replace(GROUPS_OF_64, num_layers=2, num_heads=2, num_kv_heads=1, channels=128, hidden=96)
-MODELS = *(config for config, _ in ONE_OF_EACH), replace(LLAMA_ODD, tied=True), LLAMA_64
+MODELS = *(config for config, _ in ONE_OF_EACH if config is not GROUPS_OF_64), replace(LLAMA_ODD, tied=True), LLAMA_64
 KINDS = {"cpu": device.CpuDevice, "warp32": device.CpuDevice, "lazy": LazyDevice, "eager": EagerDevice}
 
 # What decides which bits are computed, and then what must not change them.
@@ -189,17 +189,26 @@ def test_what_decides_which_bits_are_computed_does_so():
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("peers, sharded", [(True, True), (False, False), (False, True)])
-@pytest.mark.parametrize("precision, allowed", [("fp32", 1e-3), ("bf16", 3e-2), ("fp8", 0.1)])
-def test_several_ranks_without_bitwise_are_one_but_for_rounding(precision, allowed, peers, sharded):
-    """A sum that is rounded otherwise may round a bf16 parameter the other way, by 2^-8 of itself."""
-    for model in (HEADS_OF_64, LLAMA_64):
-        way = DEFAULT | {"model": model, "precision": precision, "peers": peers, "sharded": sharded}
-        several = outcome(way | {"ranks": 3, "device": "lazy"})
-        assert same(*several)
-        (one,) = outcome(way | {"ranks": 1, "batches_a_rank": 3})
-        moved = one["parameters"] - first_parameters(model)
-        assert np.linalg.norm(several[0]["parameters"] - one["parameters"]) < allowed * np.linalg.norm(moved)
+@pytest.mark.parametrize("precision, allowed", [("fp32", 1e-3), ("bf16", 3e-2)])
+@pytest.mark.parametrize("model, change", [
+    (HEADS_OF_64, {"ranks": 3, "peers": True, "sharded": True, "device": "lazy"}),
+    (LLAMA_64, {"ranks": 3, "peers": True, "sharded": True, "device": "lazy"}),
+    (HEADS_OF_64, {"ranks": 3, "sharded": True, "device": "lazy"}), (LLAMA_64, {"ranks": 3, "device": "lazy"}),
+    *((model, {"logit_rows": 7, "device": kind}) for model in (HEADS_OF_64, LLAMA_64) for kind in ("cpu", *CUDA)),
+], ids=name_of)  # fmt: skip
+def test_sums_in_another_order_are_the_same_but_for_rounding(model, change, precision, allowed):
+    """Without --bitwise, ranks add up gradients; chunks of the logits add up the classifier's. A sum that is rounded
+    otherwise may round a bf16 parameter the other way, by 2^-8 of itself."""
+    batches = {"batches_a_rank": 3 // change.get("ranks", 1)}
+    way = settled(DEFAULT | {"model": model, "precision": precision} | batches | change)
+    found, whole = outcome(way), {"ranks": 1, "peers": False, "batches_a_rank": 3, "logit_rows": 0}
+    want = plain_outcome(tuple(plain(way | whole).items()))
+    moved = want["parameters"] - first_parameters(model)
+    assert same(*found)
+    assert np.linalg.norm(found[0]["parameters"] - want["parameters"]) < allowed * np.linalg.norm(moved)
+    for name in want:
+        if name.startswith(("loss", "validation")):
+            np.testing.assert_allclose(found[0][name], want[name], allowed)
 
 
 @pytest.mark.parametrize("one, other", [("fp32", "bf16"), ("bf16", "fp8"), ("fp8", "fp32")])
@@ -265,7 +274,7 @@ def test_two_runs_have_the_same_bits(model_dev, name):
 
 def digests() -> list[str]:
     device.use("cpu")
-    return [digest(name) for name in ("gpt2-softmax", "gpt2-flash", "llama3-softmax", "pythia-softmax")]
+    return [digest(name) for name in ("gpt2-flash", "llama3-softmax")]
 
 
 def test_a_run_on_the_cpu_does_not_depend_on_the_number_of_threads(monkeypatch):

@@ -2,23 +2,22 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import device
 from conftest import refusal
-from device.errors import UserError
-from llmc.data.batches import Batches
 from llmc.files.model_file import write_model
 from llmc.model import fp8
-from llmc.model.activations import Cache, training_bytes
+from llmc.model.activations import Activations, Cache, training_bytes
 from llmc.model.tensors import num_parameters
-from llmc.model.weights import randomize
+from llmc.ranks import ranks
 from llmc.run.arguments import parse_arguments
 from llmc.run.dry_run import dry_run
 from llmc.step import memory
 from llmc.step.memory import Plan, inference_sizes, largest_batches, training_sizes
 from llmc.step.training import make_training
-from models import ONE_OF_EACH, GivenBatches, kind_of, name_of
-from train_gpt2_fp32 import GPT2, GPT2Config, training_step
+from models import ONE_OF_EACH, kind_of, name_of
+from train_gpt2_fp32 import GPT2, GPT2Config
 from train_llama3 import Llama3, Llama3Config
 from train_pythia import PythiaConfig
 from train_qwen3 import Qwen3, Qwen3Config
@@ -39,6 +38,13 @@ def bf16():
     device.use_precision("fp32")
 
 
+def count_allocations(monkeypatch) -> list:
+    """The arrays that the device allocates from now on."""
+    allocated, empty = [], device.current.device.empty
+    monkeypatch.setattr(device.current.device, "empty", lambda *of: allocated.append(empty(*of)) or allocated[-1])
+    return allocated
+
+
 @pytest.mark.parametrize("flags", [{}, {"recompute": True}, {"offload": True}, {"logit_rows": 7}], ids=str)
 @pytest.mark.parametrize("precision, config, attention", [
     *(("fp32", *each) for each in ONE_OF_EACH[::2]), *(("fp8", each, "softmax") for each in QUANTIZED),
@@ -50,13 +56,7 @@ def test_training_allocates_what_the_table_says(one_dev, precision, config, atte
         pytest.skip("this GPU has no fp8")
     dev.use_precision(precision)
     monkeypatch.setattr(fp8, "MIN_GAIN", 0)
-    allocated, empty = [], dev.current.device.empty
-
-    def counted(shape, *dtype):
-        allocated.append(empty(shape, *dtype))
-        return allocated[-1]
-
-    monkeypatch.setattr(dev.current.device, "empty", counted)
+    allocated = count_allocations(monkeypatch)
     said = sum(training_sizes(kind_of(config), config, Plan(4, 32, attention, **flags)).values())
     training = make_training(kind_of(config), config, 4, 32, attention, **{"logit_rows": 0} | flags)
     found = sum(array.nbytes for array in allocated)
@@ -77,8 +77,7 @@ def test_training_allocates_what_the_table_says(one_dev, precision, config, atte
 def test_a_text_in_fp8_takes_a_byte_for_each_number_of_the_layers_matrices_and_room_for_one_in_bf16(bf16, monkeypatch):
     device.use_precision("fp8")
     monkeypatch.setattr(fp8, "MIN_GAIN", 0)
-    allocated, empty = [], device.current.device.empty
-    monkeypatch.setattr(device.current.device, "empty", lambda *of: allocated.append(empty(*of)) or allocated[-1])
+    allocated = count_allocations(monkeypatch)
     config = replace(QUANTIZED[0], num_layers=12)
     said = inference_sizes(kind_of(config), config, 2, 16)
     model = kind_of(config)(config, 16, inference=True)
@@ -99,40 +98,42 @@ def test_large_models_fit_on_small_gpus_as_the_readme_says(bf16, kind, model, ca
     assert largest_batches(kind, config, plan, room)["--recompute --offload"] == most
 
 
-def test_the_largest_batches_fit_and_larger_ones_do_not(bf16):
-    config, plan = GPT2.Config.described("d12"), Plan(1, 1024, "flash")
-    found = largest_batches(GPT2, config, plan, 8 * GIB)
-    assert found["--recompute"] == 2 * found[""] > 0 and found["--recompute --offload"] > found["--offload"] > found[""]
-    for flags, B in found.items():
+@pytest.mark.parametrize("precision, kind, model, T, logit_rows, step", [
+    ("bf16", GPT2, "d12", 1024, 0, 1),
+    *(("fp8", Llama3, "llama3.2-1b", T, 1024, step) for T, step in ((1024, 1), (1000, 2), (999, 16))),
+])  # fmt: skip
+def test_the_largest_batches_fit_and_larger_ones_that_a_run_takes_do_not(
+    bf16, precision, kind, model, T, logit_rows, step
+):
+    """step: in fp8 a run takes multiples of it alone."""
+    device.use_precision(precision)
+    config, plan, room = kind.Config.described(model), Plan(step, T, "flash", logit_rows=logit_rows), 60 * GIB
+    for flags, B in largest_batches(kind, config, plan, room).items():
         changed = plan._replace(**memory.SAVING[flags])
-        fits = [sum(training_sizes(GPT2, config, changed._replace(B=b)).values()) <= 8 * GIB for b in (B, B + 1)]
-        assert fits == [True, False]
-    assert set(largest_batches(GPT2, config, plan, 1 << 20).values()) == {0}
-
-
-@pytest.mark.parametrize("T, step", [(1024, 1), (1000, 2), (999, 16)])
-def test_in_fp8_only_batches_that_a_run_takes_are_named(bf16, T, step):
-    device.use_precision("fp8")
-    config, plan, room = Llama3.Config.described("llama3.2-1b"), Plan(step, T, "flash", logit_rows=1024), 60 * GIB
-    for flags, B in largest_batches(Llama3, config, plan, room).items():
-        changed = plan._replace(**memory.SAVING[flags])
-        fits = [sum(training_sizes(Llama3, config, changed._replace(B=b)).values()) <= room for b in (B, B + step)]
+        fits = [sum(training_sizes(kind, config, changed._replace(B=b)).values()) <= room for b in (B, B + step)]
         assert fits == [True, False] and B % step == 0 and B > 0
+    assert set(largest_batches(kind, config, plan, 1 << 20).values()) == {0}
 
 
-def test_a_model_that_does_not_fit_is_told_which_flags_would_make_it_fit(dev, monkeypatch):
+def test_flags_that_save_memory_make_room_for_larger_batches(bf16):
+    found = largest_batches(GPT2, GPT2.Config.described("d12"), Plan(1, 1024, "flash"), 8 * GIB)
+    assert found["--recompute"] == 2 * found[""] > 0 and found["--recompute --offload"] > found["--offload"] > found[""]
+
+
+def test_a_model_that_does_not_fit_is_told_which_flags_would_make_it_fit(one_dev, monkeypatch):
     config, attention = ONE_OF_EACH[0]
     sizes = {flags: sum(training_sizes(GPT2, config, Plan(8, 32, attention, **changes)).values())
              for flags, changes in memory.SAVING.items()}  # fmt: skip
     monkeypatch.setattr(memory, "RESERVE", 0)
     for name in "empty", "asarray":
-        monkeypatch.setattr(dev.current.device, name, lambda *_: pytest.fail("allocated"))
-    monkeypatch.setattr(dev.current.device, "memory", lambda: (sizes["--recompute"], 64 * GIB))
-    said = refusal(make_training, GPT2, config, 8, 32, attention, logit_rows=0)
+        monkeypatch.setattr(device.current.device, name, lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr(device.current.device, "memory", lambda: (sizes["--recompute"], 64 * GIB))
+    train = partial(make_training, GPT2, config, 8, 32, attention, logit_rows=0)
+    said = refusal(train)
     assert "or -b 8 --recompute" in said and re.search(r"at most -b [1-7] or ", said)
     assert "--offload" not in said  # its buffers alone take more
-    monkeypatch.setattr(dev.current.device, "memory", lambda: (1 << 16, 64 * GIB))
-    assert "no flag makes -b 1 fit, so lower -t" in refusal(make_training, GPT2, config, 8, 32, attention, logit_rows=0)
+    monkeypatch.setattr(device.current.device, "memory", lambda: (1 << 16, 64 * GIB))
+    assert "no flag makes -b 1 fit, so lower -t" in refusal(train)
 
 
 def test_on_a_gpu_what_would_fit_leaves_room_for_kernels_and_goes_with_what_the_host_has(monkeypatch):
@@ -180,21 +181,15 @@ def test_a_dry_run_takes_all_flags_and_models_that_a_run_takes(capsys, tmp_path)
 
 
 @pytest.mark.parametrize("flags, said", [
-    (["-e", "d12", "-t", "2048"], "-t 2048 is above the model's longest sequence, 1024: lower -t"),
-    (["-e", "tiny", "-a", "flash"], "-a flash takes heads of 64 or 128 channels, this model's have 32: use -a softmax"),
-    (["-e", "d12", "-a", "flash", "--precision", "fp32"], "-a flash computes in TF32 or bf16: leave"),
-    (["-e", "d12", "--dropout", "0.1"], "--dropout 0.1: GPT-2 trains without dropout"),
-    (["-e", "d12", "-d", "5000"], "-d 5000 is not a multiple of B*T = 4096"),
-    (["--checkpoint-dir", "run", "-y", "1"], "--dry-run does not read a checkpoint's flags: leave -y out"),
-], ids=str)  # fmt: skip
+    ("-e d12 -t 2048", "-t 2048 is above the model's longest sequence, 1024: lower -t"),
+    ("-e tiny -a flash", "-a flash takes heads of 64 or 128 channels, this model's have 32: use -a softmax"),
+    ("-e d12 -a flash --precision fp32", "-a flash computes in TF32 or bf16: leave"),
+    ("-e d12 --dropout 0.1", "--dropout 0.1: GPT-2 trains without dropout"),
+    ("-e d12 -d 5000", "-d 5000 is not a multiple of B*T = 4096"),
+    ("--checkpoint-dir run -y 1", "--dry-run does not read a checkpoint's flags: leave -y out"),
+])  # fmt: skip
 def test_a_dry_run_refuses_what_a_run_refuses_and_to_resume(capsys, flags, said):
-    with pytest.raises(UserError, match="^" + re.escape(said)):
-        run(capsys, *flags)
-
-
-def test_memory_is_of_a_dry_run_alone():
-    with pytest.raises(UserError, match="--memory is the amount for which --dry-run computes"):
-        parse_arguments(GPT2.Config, ["--memory", "24GiB"])
+    assert refusal(run, capsys, *flags.split()).startswith(said)
 
 
 def test_without_a_gpu_and_without_memory_given_it_says_what_would_tell_more(capsys):
@@ -203,39 +198,12 @@ def test_without_a_gpu_and_without_memory_given_it_says_what_would_tell_more(cap
 
 
 @pytest.mark.parametrize("size", ["24", "GiB", "0GiB", "24TiB", "-1GiB"])
-def test_an_amount_of_memory_without_a_unit_is_refused(size, capsys):
+def test_memory_is_an_amount_with_a_unit_and_of_a_dry_run_alone(size, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(GPT2.Config, ["--dry-run", "--memory", size])
     assert f"{size} must be an amount of memory" in capsys.readouterr().err or size.startswith("-")
-
-
-@pytest.mark.long
-def test_a_gpu_has_less_memory_by_what_the_table_says(dev):
-    """After CUDA's context, kernels and cuBLAS's workspaces, which a small model has brought there. No other process
-    may use the GPU meanwhile."""
-    if dev.kind != "cuda":
-        pytest.skip("no GPU")
-    tiny, config = GPT2.Config.described("tiny"), GPT2.Config.described("d6")
-
-    def trained(config, B: int, T: int):
-        training = make_training(GPT2, config, B, T, "softmax", logit_rows=0)
-        randomize(training.model, training.adamw, 1)
-        dev.fill_zero(training.batch.memory)
-        step = training_step(training, Batches(training.batch, training.acts.losses, GivenBatches(zeros(B, T)), 1))
-        step(0, 1e-3)
-        step(1, 1e-3)  # recorded
-        dev.synchronize()
-        return training
-
-    def zeros(B: int, T: int):
-        return [(np.zeros((B, T), np.int32),) * 2] * 2
-
-    small = trained(tiny, 2, 64)
-    free = dev.memory()[0]
-    training = trained(config, 4, 1024)
-    used, said = free - dev.memory()[0], sum(training_sizes(GPT2, config, Plan(4, 1024, "softmax")).values())
-    assert abs(used - said) <= max(0.02 * said, 200 << 20), (used >> 20, said >> 20)
-    assert small.model is not training.model
+    said = refusal(parse_arguments, GPT2.Config, ["--memory", "24GiB"])
+    assert said.startswith("--memory is the amount for which --dry-run computes")
 
 
 @pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
@@ -246,3 +214,32 @@ def test_recomputed_layers_take_the_memory_of_one_but_for_their_inputs(config, a
     deep = type(config)(**{**vars(config), "num_layers": L + 5})
     shallow, deep = (training_bytes(kind, each, 8, 64, attention, recompute=True)[0] for each in (config, deep))
     assert deep - shallow <= 5 * 8 * 64 * 4 * (config.channels + 2)
+
+
+# The logits of some positions at a time
+
+
+@pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
+def test_chunks_take_the_memory_of_one(config, attention):
+    device.use("cpu")
+    kind, config = kind_of(config), replace(config, vocab_size=5000)
+    sizes = [training_sizes(kind, config, Plan(8, 32, attention, rows))["activations"] for rows in (256, 0, 128, 16)]
+    assert sizes[0] == sizes[1] == sizes[2] + 4 * 128 * 5120
+    assert sizes[2] > sizes[3]  # in a Pythia other tensors lie there, too
+    activations = Activations(kind(config, 32), 8, 32, attention, 16)
+    assert activations.memory.nbytes == sizes[3] and activations.views().logits.shape == (16, 5120)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_where_the_whole_does_not_fit_on_every_rank_all_take_chunks(monkeypatch, others):
+    device.use("cpu")
+    config, attention = ONE_OF_EACH[0]
+    needed, asked = sum(training_sizes(GPT2, config, Plan(2, 11, attention)).values()), []
+    monkeypatch.setattr(memory, "CHUNK", 5)
+    monkeypatch.setattr(ranks, "all_gather", lambda crowded: [*asked, asked.append(crowded) or crowded, others])
+    for free, rows in (needed, 5 if others else 22), (needed - 1, 5):
+        monkeypatch.setattr(device.current.device, "memory", lambda free=free: (free, 64 * GIB))
+        training = make_training(GPT2, config, 2, 11, attention)
+        assert (asked.pop(), training.activations.logit_rows) == (free < needed, rows)
+        training = make_training(GPT2, config, 2, 11, attention, logit_rows=7)
+        assert not asked and training.activations.logit_rows == 7

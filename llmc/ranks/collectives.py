@@ -101,37 +101,28 @@ class Gloo:
         store = own or torch.distributed.TCPStore(host, port, ranks.size(), is_master=False)
         torch.distributed.init_process_group("gloo", store=store, rank=ranks.rank(), world_size=ranks.size())
 
-    def as_one(self, arrays: list[np.ndarray], work: Callable) -> None:
-        """Does work on one tensor that holds all arrays, because each call costs more time than a few small arrays."""
-        flat = np.concatenate([x.reshape(-1) for x in arrays])
-        work(self.torch.from_numpy(flat))
-        for x, values in zip(arrays, np.split(flat, np.cumsum([x.size for x in arrays])[:-1]), strict=True):
-            x.reshape(-1)[:] = values
-
-    # The order of gloo's own sums depends on how it cuts an array into parts. Ours is the order of the ranks, so that a
-    # sum has the same bits whatever else is in the array.
+    def sum_arrays(self, arrays: list[np.ndarray], root: int | None = None) -> None:
+        """Sets each array to its sum over all ranks, on one rank or on all. They go as one, because each call costs
+        more time than a few small arrays. The order of gloo's own sums depends on how it cuts an array into parts. Ours
+        is the order of the ranks, so that a sum has the same bits whatever else is in the array."""
+        flat = self.torch.from_numpy(np.concatenate([x.reshape(-1) for x in arrays]))
+        receives = root in (None, ranks.rank())
+        parts = [self.torch.empty_like(flat) for _ in range(ranks.size())] if receives else None
+        if root is None:
+            self.distributed.all_gather(parts, flat)
+        else:
+            self.distributed.gather(flat, parts, dst=root)
+        if receives:
+            sums = sum(parts[1:], start=parts[0]).numpy()
+            for x, values in zip(arrays, np.split(sums, np.cumsum([x.size for x in arrays])[:-1]), strict=True):
+                x.reshape(-1)[:] = values
 
     def all_reduce(self, arrays: list) -> None:
-        def work(flat) -> None:
-            parts = [self.torch.empty_like(flat) for _ in range(ranks.size())]
-            self.distributed.all_gather(parts, flat)
-            flat.copy_(sum(parts[1:], start=parts[0]))
-
-        self.as_one(arrays, work)
+        self.sum_arrays(arrays)
 
     def reduce(self, pieces: Pieces) -> None:
-        for root in range(ranks.size()):
-            arrays = [x for x, r in pieces if r == root]
-
-            def work(flat, root=root) -> None:
-                own = ranks.rank() == root
-                parts = [self.torch.empty_like(flat) for _ in range(ranks.size())] if own else None
-                self.distributed.gather(flat, parts, dst=root)
-                if own:
-                    flat.copy_(sum(parts[1:], start=parts[0]))
-
-            if arrays:
-                self.as_one(arrays, work)
+        for root in sorted({root for _, root in pieces}):
+            self.sum_arrays([x for x, r in pieces if r == root], root)
 
     def broadcast(self, pieces: Pieces) -> None:
         for x, root in pieces:
