@@ -767,15 +767,15 @@ class Block:
         if role.instruction is None:
             role.instruction = self.lab.run(next, role.turns, ("end",))
         stages = range(len(self.stages))
-        match role.instruction:
-            case "wait", "full" | "empty" as barrier, stage, 0 | 1 as parity if stage in stages:
-                return getattr(self.stages[stage], barrier) % 2 != parity
-            case "finish", int(pending) if pending >= 0:
-                return len(role.under_way) <= pending
-            case "copy" | "start" | "arrive", stage if stage in stages:
-                return True
-            case ("store",) | ("end",):
-                return role.instruction == ("store",)
+        kind, *of = role.instruction if isinstance(role.instruction, tuple) and role.instruction else ("",)
+        if kind == "wait" and len(of) == 3 and of[0] in ("full", "empty") and of[1] in stages and of[2] in (0, 1):
+            return getattr(self.stages[of[1]], of[0]) % 2 != of[2]
+        if kind == "finish" and len(of) == 1 and isinstance(of[0], int) and of[0] >= 0:
+            return len(role.under_way) <= of[0]
+        if kind in ("copy", "start", "arrive") and len(of) == 1 and of[0] in stages or role.instruction == ("store",):
+            return True
+        if role.instruction == ("end",):
+            return False
         raise Wrong(f"{role.name} yields {role.instruction!r}, which is no instruction")
 
     def step(self, role: SimpleNamespace) -> None:
