@@ -321,6 +321,13 @@ def test_a_pointer_of_git_lfs_in_place_of_a_file_is_told(name, saved, tmp_path):
     assert name != "tokenizer.json" or said in conftest.refusal(open_tokenizer, path)
 
 
+def test_a_model_comes_without_a_tokenizer_that_is_empty(saved, tmp_path, capsys):
+    (saved / "tokenizer.json").write_text("")
+    imported(saved, tmp_path)
+    assert f"no {tmp_path / 'imported_tokenizer.json'}: {saved / 'tokenizer.json'}: not JSON" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*tokenizer*"))
+
+
 def test_a_directory_one_level_too_high_is_told_where_the_model_lies(saved, hub_cache, tmp_path):
     for step in 9, 10:
         folder = Path(shutil.copytree(saved, tmp_path / "run" / f"checkpoint-{step}"))
