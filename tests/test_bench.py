@@ -25,7 +25,7 @@ TINY = {
 
 @pytest.mark.parametrize("script", [next(iter(TINY)), *(pytest.param(s, marks=pytest.mark.long) for s in [*TINY][1:])])
 def test_bench_times_every_trainer_on_the_same_model(script, capsys, monkeypatch):
-    monkeypatch.setattr(device.CpuDevice, "memory", lambda self: (1 << 26, 1 << 26))  # so the ceilings soon are measured
+    monkeypatch.setattr(device.CpuDevice, "memory", lambda self: (1 << 26, 1 << 26))  # ceilings take less time
     step.main([*TINY[script], "--steps", "3", "--peers", "eager,eager-sdpa", "--rounds", "2"])
     printed = capsys.readouterr().out
     rounds, _, fastest = printed.partition("trainer")[2].partition("the fastest of 2 rounds:")

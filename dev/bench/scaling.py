@@ -3,7 +3,7 @@
     python dev/bench scaling train_llama3 -e smollm2-135m --gpus 1
     python dev/bench scaling train_llama3 -e smollm2-135m --gpus 2
 
-Prints the milliseconds of a step, the memory that it takes on a GPU, and how long NCCL, or on the CPU gloo, takes to sum
+Prints the milliseconds of a step, the memory that it takes on a GPU, and how long NCCL (on the CPU gloo) takes to sum
 all gradients with nothing beside. Each figure is the largest of all ranks. One GPU's milliseconds divided by those of N
 GPUs are the share that they reach of N times its speed.
 """
