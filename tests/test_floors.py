@@ -157,7 +157,7 @@ def test_neither_modules_nor_packages_import_one_another_in_a_circle():
 def test_launchers_know_no_model_no_rank_and_no_setting():
     found = {path.name: knows_too_much(path.read_text()) for path in (ROOT / "kernels").glob("*.py")}
     assert "gelu.py" in found and not any(found.values()), {name: words for name, words in found.items() if words}
-    assert knows_too_much('def f(model, config, rank): """As settings say."""') == ["config", "model", "rank", "settings"]
+    assert knows_too_much('def f(model, rank): """As settings say: config."""') == ["model", "rank", "settings"]
     assert knows_too_much("x = Model(ranks.size()) if args.tf32 else None") == ["Model", "args.tf32", "ranks"]
 
 
