@@ -28,6 +28,10 @@ def floor_of(module: str) -> int:
     return floors[0] if floors else SCRIPTS if first.startswith("train_") else len(FLOORS) - 1
 
 
+def called(node: ast.Call) -> str | None:
+    return getattr(node.func, "attr", getattr(node.func, "id", None))
+
+
 def imports(module: str, source: str) -> set[str]:
     """All our modules that a module imports: also inside functions, under TYPE_CHECKING, and by import_module. If one
     is named only when it runs, it may be any script, or any module of the folder that is named but for programs."""
@@ -41,7 +45,7 @@ def imports(module: str, source: str) -> set[str]:
             base = ".".join([*above, *[node.module] * bool(node.module)])
             inner = [f"{base}.{alias.name}" for alias in node.names]  # `from device import cpu` takes device.cpu
             names += [name if name in MODULES else base for name in inner]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
             name = node.args[0]
             word = name.values[0] if isinstance(name, ast.JoinedStr) else name  # of f"dev.hf.{name}" the first part
             names += [word.value.rstrip(".")] if isinstance(word, ast.Constant) else SCRIPT_NAMES

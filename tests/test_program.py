@@ -175,8 +175,7 @@ def test_a_full_disk_under_the_output_is_one_line(buffering, code, monkeypatch):
         print("what Python writes when it ends", flush=True)  # goes nowhere now
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("program", ["generate.py", "dev/plot_log.py"])
+@pytest.mark.parametrize("program, unbuffered", [("generate.py", "1"), ("dev/plot_log.py", "")])
 def test_help_that_cannot_be_printed_is_one_line(program, unbuffered, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with open("/dev/full", "w") as full:

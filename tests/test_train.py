@@ -330,7 +330,8 @@ def test_f_of_llmc_is_another_way_to_give_the_precision(flags, precision):
     ("-x 4 -u 4 -k cosine", "the warm-up (-u) takes the whole run, so the learning rate does not decay (-k)"),
     ("-x 10 -u 9 -k wsd -l 1 -q 0.5", "the warm-up (-u) ends at step 9, after wsd's decay has begun at step 8: "
      "the learning rate falls at once from 1 to 0.646447"),
-    ("-x 1 -q 0.1", "-q does nothing: -k constant does not decay"), ("-x 1 -z", "-z does nothing: there is one GPU"),
+    ("-x 9 -x 1 -q 0.1", "-x stands behind another value of the same flag: the last counts\n"
+     "-q does nothing: -k constant does not decay"), ("-x 1 -z", "-z does nothing: there is one GPU"),
     ("-x 1 -v 0 -m 3", "-m does nothing: -v 0 switches validation off"),
     ("-x 1 -v 0 -j x", "-j does nothing: -v 0 switches validation off"),
     ("-x 1 -s 0 -g 9", "-g does nothing: -s 0 samples never"),
