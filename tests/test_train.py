@@ -294,7 +294,7 @@ USAGE = [
     ("-y 3", "-y/--resume: 3 must be 0, 1 or 2"), ("-f 2", "argument -f: 2 must be 0 or 1"),
     ("--precision fp16", "--precision: .*fp16.*fp32.*tf32.*bf16"), ("--no-such-flag", "--no-such-flag"),
     ("--checkpoint-dir ''", "must not be empty: name something, or leave the flag out"),
-]
+]  # fmt: skip
 VALUES = [
     ("-t 65", r"-t 65 is above the model's longest sequence, 64: lower -t"),
     ("-i data_train.bin", r"-i data_train.bin names files of training data: .* with -j"),
@@ -309,7 +309,7 @@ VALUES = [
     ("-v 0 --best --checkpoint-dir run", "^error: -v 0 switches validation off, and --best and --hellaswag need it: "),
     ("-v 0 --hellaswag questions.bin", "^error: -v 0 switches validation off, and --best and --hellaswag need it: "),
     ("--checkpoint-dir mount/run -y 2", "^error: -y 2: there is no checkpoint in mount/run; -y 1 would start from "),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("flags, message, code", [*((*row, 2) for row in USAGE), *((*row, 1) for row in VALUES)])
