@@ -18,30 +18,33 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
-def outside_make() -> dict[str, str]:
-    """The environment without what a make that runs the tests has put there."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+def write_program(path: Path, does: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
 
 
-def make(*arguments, directory=ROOT, smi=None, tmp_path=None) -> str:
-    """What make prints, on a machine whose nvidia-smi prints `smi`, or fails where that is None."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    tool = tools / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nexit 9\n" if smi is None else f"#!/bin/sh\necho '{smi}'\n")
-    tool.chmod(0o755)
-    environment = outside_make()
-    environment["PATH"] = f"{tools}{os.pathsep}{environment['PATH']}"
-    command = ["make", *arguments]
-    result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.fixture
+def make(tmp_path):
+    """make(*arguments, smi=None) returns what make prints, on a machine whose nvidia-smi prints `smi`, or fails where
+    that is None. With refused=True it must fail, and what it says on stderr is returned."""
+
+    def make(*arguments, smi=None, refused=False) -> str:
+        write_program(tmp_path / "tools" / "nvidia-smi", "exit 9" if smi is None else f"echo '{smi}'")
+        # Without what a make that runs the tests has put there.
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        env["PATH"] = f"{tmp_path}/tools{os.pathsep}{env['PATH']}"
+        command = ["make", "--no-print-directory", *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 * refused and not (refused and done.stdout), done
+        return done.stderr if refused else done.stdout
+
+    return make
 
 
-def test_plain_make_lists_every_target(tmp_path):
+def test_plain_make_lists_every_target(make):
     targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
-    listed = re.findall(r"^  make (\S+) +\S", make(tmp_path=tmp_path), re.MULTILINE)
-    assert listed == targets
+    assert re.findall(r"^  make (\S+) +\S", make(), re.MULTILINE) == targets
 
 
 SMI = "| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05    CUDA Version: 13.0     |"
@@ -56,64 +59,48 @@ GPU = "GPU {0}: NVIDIA H200 (UUID: GPU-{0})"
     ("\n".join([SMI, *map(GPU.format, range(2))]), ["cupy-cuda13x[ctk]", "nvidia-nccl-cu13"]),
     (None, []), ("| NVIDIA-SMI 450.80.02   Driver Version: 450.80.02   CUDA Version: 11.0     |", []),
 ])  # fmt: skip
-def test_training_gets_the_cupy_wheel_of_the_driver_and_nccl_for_several_gpus(smi, wheels, tmp_path):
-    plan = make("-n", "train", f"VENV={tmp_path}/new", smi=smi, tmp_path=tmp_path)
+def test_training_gets_the_cupy_wheel_of_the_driver_and_nccl_for_several_gpus(smi, wheels, make, tmp_path):
+    plan = make("-n", "train", f"VENV={tmp_path}/new", smi=smi)
     assert "pip install" in plan and sorted(re.findall(r"cupy-cuda\S*\]|nvidia-nccl-cu\d+", plan)) == wheels
 
 
-def test_setup_installs_what_the_tests_need_after_make_train_too_and_runs_nothing(tmp_path):
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / ".ready-to-train").touch()
-    plan = make("-n", "setup", f"VENV={tmp_path}/set", tmp_path=tmp_path).splitlines()
-    assert len(plan) == 2 and "-r requirements-dev.txt" in plan[0] and plan[1].startswith("touch ")
+def test_the_tests_get_what_they_need_after_make_train_too_and_without_a_gpu_cupy_and_nvrtc_to_compile_with(
+    make, tmp_path
+):
+    (tmp_path / ".ready-to-train").touch()
+    installs, touches = make("-n", "setup", f"VENV={tmp_path}").splitlines()
+    assert "-r requirements-dev.txt" in installs and touches.startswith("touch ")
+    assert '"cupy-cuda13x~=14.0;' in installs and '"nvidia-cuda-nvrtc~=13.0;' in installs
 
 
-def test_an_environment_of_another_python_than_the_one_that_is_named_is_said(tmp_path):
+def test_an_environment_of_another_python_than_the_one_that_is_named_is_said(make, tmp_path):
     """Not made anew: what the user has installed there would be lost."""
-    (tmp_path / "set" / "bin").mkdir(parents=True)
     for name, version in ("set/bin/python", "3.11.7"), ("same", "3.11.7"), ("other", "3.12.1"):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho Python {version}\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, f"echo Python {version}")
     (tmp_path / "set" / ".ready-to-train").touch()
     venv = f"VENV={tmp_path}/set"
-    make("train", venv, f"PYTHON={tmp_path}/same", tmp_path=tmp_path)
-    shutil.rmtree(tmp_path / "tools")
-    make("train", venv, tmp_path=tmp_path)
-    command = ["make", "--no-print-directory", "train", venv, f"PYTHON={tmp_path}/other"]
-    done = subprocess.run(command, cwd=ROOT, env=outside_make(), capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(
+    make("train", venv, f"PYTHON={tmp_path}/same")
+    make("train", venv)
+    assert make("train", venv, f"PYTHON={tmp_path}/other", refused=True).startswith(
         f"error: {tmp_path}/set has Python 3.11.7, and PYTHON={tmp_path}/other is another: remove {tmp_path}/set, "
         "or name one with VENV=\n"
     )
 
 
 @pytest.mark.parametrize("target", ["/nonexistent/python3.9", "/bin/false"])  # gone, or without packages
-def test_an_environment_whose_python_has_been_replaced_is_said(target, tmp_path):
+def test_an_environment_whose_python_has_been_replaced_is_said(target, make, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(target)
     (tmp_path / ".ready-to-train").touch()
-    command = ["make", "--no-print-directory", "train", f"VENV={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, env=outside_make(), capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(f"error: the Python of {tmp_path} is gone, or has no packages any more: remove ")
+    said = make("train", f"VENV={tmp_path}", refused=True)
+    assert said.startswith(f"error: the Python of {tmp_path} is gone, or has no packages any more: remove ")
 
 
-def test_without_a_gpu_the_tests_get_cupy_and_nvrtc_to_compile_with(tmp_path):
-    plan = make("-n", "test", f"VENV={tmp_path}/new", tmp_path=tmp_path)
-    assert '"cupy-cuda13x~=14.0;' in plan and '"nvidia-cuda-nvrtc~=13.0;' in plan
-
-
-@pytest.mark.parametrize(
-    ("script", "smi", "model"),
-    [
-        ("train_gpt2_fp32.py", None, "tiny"),
-        ("train_llama3.py", None, "tiny"),
-        ("train_llama3", SMI, "smollm2-135m"),
-    ],
-)
-def test_train_runs_the_script_that_is_asked_for(script, smi, model, tmp_path):
-    printed = make("train", "PYTHON=echo", "VENV=", f"SCRIPT={script}", "ARGS=-x 5", smi=smi, tmp_path=tmp_path)
+@pytest.mark.parametrize(("script", "smi", "model"), [
+    ("train_gpt2_fp32.py", None, "tiny"), ("train_llama3.py", None, "tiny"), ("train_llama3", SMI, "smollm2-135m"),
+])  # fmt: skip
+def test_train_runs_the_script_that_is_asked_for(script, smi, model, make):
+    printed = make("train", "PYTHON=echo", "VENV=", f"SCRIPT={script}", "ARGS=-x 5", smi=smi)
     command = printed.splitlines()[-1].split()  # echo, for Python, says what it was to run
     where, name = "cpu" if smi is None else "cuda", f"{script.removesuffix('.py')}.py"
     assert command == ["dev/make_train.py", "--first-run", where, name, "-x", "5"]
@@ -124,8 +111,8 @@ def test_train_runs_the_script_that_is_asked_for(script, smi, model, tmp_path):
     make_parser(config).parse_args(flags)
 
 
-def test_a_model_that_is_named_is_what_the_first_run_trains(tmp_path, monkeypatch):
-    plan = make("-n", "train", "PYTHON=python", "VENV=", "MODEL=mine.bin", smi=SMI, tmp_path=tmp_path)
+def test_a_model_that_is_named_is_what_the_first_run_trains(make, monkeypatch):
+    plan = make("-n", "train", "PYTHON=python", "VENV=", "MODEL=mine.bin", smi=SMI)
     assert "dev/make_train.py --first-run cuda --model mine.bin train_gpt2_fp32.py" in plan
     fetched = []
     monkeypatch.setattr(make_train.subprocess, "run", lambda command: SimpleNamespace(returncode=fetched.pop()))

@@ -31,15 +31,18 @@ def test_a_script_is_found_by_being_there_and_one_that_takes_its_model_from_anot
     assert [kind.__name__ for kind in model_kinds.__wrapped__()] == ["Toy"]
 
 
-def test_every_script_has_one_model_which_names_it_and_a_number_of_its_own():
+def test_every_script_names_its_model_a_number_of_its_own_and_what_make_train_trains_on_a_gpu_and_on_a_cpu():
     paths = sorted(path.name for path in ROOT.glob("train_*.py") if "(Model):" in path.read_text())
-    assert [kind.Config.SCRIPT for kind in model_kinds()] == paths
-    assert all(kind_of_magic(kind.Config.MAGIC) is kind for kind in model_kinds())
-
-
-def test_llmc_reads_in_the_scripts_what_their_classes_say():
-    """It must not import them. Here both are compared, so that no script says it in a way that llmc does not read."""
-    assert magic.known_models() == {kind.Config.MAGIC: (kind.Config.NAME, kind.Config.SCRIPT) for kind in model_kinds()}
+    configs = [kind.Config for kind in model_kinds()]
+    assert [config.SCRIPT for config in configs] == paths
+    assert [kind_of_magic(config.MAGIC).Config for config in configs] == configs
+    # llmc must not import the scripts. It reads in them what their classes say.
+    assert magic.known_models() == {config.MAGIC: (config.NAME, config.SCRIPT) for config in configs}
+    for config in configs:
+        small, large = (num_parameters(config.described(name, 257)) for name in ("tiny", next(iter(config.PRESETS))))
+        assert small < 2**20 < large
+    # A script that takes its model from another one has its sizes.
+    assert script_configs() == {config.SCRIPT: config for config in configs} | {"train_gpt2.py": GPT2Config}
 
 
 @pytest.mark.parametrize("body", [
@@ -64,24 +67,11 @@ def test_llmc_names_no_model():
     assert found == []
 
 
-@pytest.mark.parametrize("config", [kind.Config for kind in model_kinds()], ids=lambda config: config.NAME)
-def test_every_script_names_what_make_train_trains_on_a_gpu_and_on_a_cpu(config):
-    first, *_ = config.PRESETS
-    small, large = (num_parameters(config.described(name, 257)) for name in ("tiny", first))
-    assert small < 2**20 < large
-
-
 def test_the_sanitizer_runs_the_small_model_of_every_script():
     text = re.search(r'^SANITIZED = \$\$\(\$\(PY\) -c "(.*?)"\)$', (ROOT / "Makefile").read_text(), re.M | re.S)[1]
     command = [sys.executable, "-c", text.replace("\\\n\t", "")]
     words = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert words == [f"{kind.Config.SCRIPT}:{small_model(kind.Config)}" for kind in model_kinds()]
-
-
-def test_a_script_that_takes_its_model_from_another_has_that_ones_sizes():
-    configs = script_configs()
-    assert configs["train_gpt2.py"] is configs["train_gpt2_fp32.py"]
-    assert {kind.Config.SCRIPT: kind.Config for kind in model_kinds()} | {"train_gpt2.py": GPT2Config} == configs
 
 
 def test_gpt2_as_the_mainline_trains_it_is_in_bf16_unless_told_otherwise():

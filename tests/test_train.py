@@ -1,6 +1,7 @@
 """The trainers run as programs: what they print and log, how they stop and resume, what they say to bad input."""
 
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -28,11 +29,8 @@ import pytest
 from test_evaluation import write_evaluation
 
 ROOT = Path(__file__).parent.parent
-MODELS = {name: (ROOT / kind.Config.SCRIPT, *described(name, V, 64)) for name, (kind, _) in TINY.items()}
 SMALL = ["-i", "data", "-b", "2", "-t", "16"]
 ONE_LAYER = GPT2Config(32, V, 1, 2, 20)
-
-
 KINDS = ["cpu", "cuda"] if "cuda" in DEVICES else ["cpu"]
 
 
@@ -45,60 +43,69 @@ def folder(request, tmp_path) -> Path:
     return make_folder(tmp_path / f"{request.param}.gpt2")
 
 
-@pytest.fixture(params=[f"{kind}.{model}" for kind in KINDS for model in MODELS])
+@pytest.fixture(params=[f"{kind}.{model}" for kind in KINDS for model in TINY])
 def any_folder(request, tmp_path) -> Path:
     """`folder` for each model's trainer in turn."""
     return make_folder(tmp_path / request.param)
 
 
-def program(folder: Path, *flags: str) -> list:
-    """A trainer and its flags."""
-    kind, _, model = folder.name.partition(".")
-    script, description, _ = MODELS[model]
-    return [script, "--device", kind, "-e", description, *SMALL, *flags]
+def program(folder: Path, *flags: str) -> tuple[type, list[str]]:
+    """The kind of model of `folder`, and its trainer's flags."""
+    on, _, model = folder.name.partition(".")
+    return TINY[model][0], ["--device", on, "-e", described(model, V, 64)[0], *SMALL, *flags]
 
 
 def start(folder: Path, *flags: str) -> subprocess.Popen:
-    command = [sys.executable, *program(folder, *flags)]
+    kind, given = program(folder, *flags)
+    command = [sys.executable, ROOT / kind.Config.SCRIPT, *given]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
-def here(trainer_here):
-    """here(folder, *flags, code=0) does what `start` does, in this process. Returns what it writes."""
-
-    def here(folder: Path, *flags: str, code: int = 0) -> tuple[str, str]:
-        _, *given = program(folder, *flags)
-        return trainer_here(TINY[folder.name.partition(".")[2]][0], folder, given, code)
-
-    return here
-
-
-@pytest.fixture
-def run_here(here):
-    """`run` in this process."""
+def run_here(trainer_here):
+    """run_here(folder, *flags) does what `start` does, in this process. Returns what it prints."""
 
     def run_here(folder: Path, *flags: str) -> str:
-        out, error = here(folder, *flags)
+        kind, given = program(folder, *flags)
+        out, error = trainer_here(kind, folder, given)
         assert error == ""
         return out
 
     return run_here
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+@pytest.fixture
+def refuse_here(folder, trainer_here):
+    """The one line on stderr of a run that must not start, and must leave nothing behind."""
+
+    def refuse_here(*flags: str, code: int = 1) -> str:
+        before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+        kind, given = program(folder, "-o", "run.log", *flags)
+        out, error = trainer_here(kind, folder, given, code)
+        assert error.count("\n") == 1 and error.startswith("error: ") and not steps_of(out), error
+        assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
+        return error
+
+    return refuse_here
+
+
+def table_of(out: str) -> dict[str, str]:
+    """What the start-up table says."""
+    return {name.strip(): value for name, value in re.findall(r"^\| (.{21}) \| (.*?) *\|$", out, re.M)}
+
+
+def val_losses(out: str) -> np.ndarray:
+    return np.array(re.findall(r"^val loss (\d+\.\d{6})(?:, |$)", out, re.M), float)
 
 
 def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(any_folder, run_here):
     folder = any_folder
-    _, description, config = MODELS[folder.name.partition(".")[2]]
+    description, config = described(folder.name.partition(".")[2], V, 64)
     out = run_here(folder, "-x", "40", "-v", "10", "-m", "3", "-s", "20", "-g", "30", "-l", "1e-2", "-o", "run.log")
     rule = "+-----------------------+----------------------------------------------------+"
     lines = out.splitlines()
     assert lines[:3] == [rule, f"| {'Parameter':21} | {'Value':50} |", rule]
-    table = dict(re.findall(r"^\| (.{21}) \| (.*?) *\|$", out, re.M))
-    table = {name.strip(): value for name, value in table.items()}
+    table = table_of(out)
     assert table["device"].startswith("CPU") == folder.name.startswith("cpu") and table["attention"] == "softmax"
     assert table["train data"] == table["val data"] == "data" and table["tokenizer"] == "data_tokenizer.bin"
     assert (table["batch size B"], table["sequence length T"], table["steps"]) == ("2", "16", "40")
@@ -162,13 +169,10 @@ def test_validation_takes_each_batch_of_several_files_once_and_says_what_no_batc
         write_tokens(folder / f"data_val_{n}.bin", tokens[100 * n % 300 :][:size])
     flags = ["-x", "0", "-s", "0", "-m", "1000"]
     out = run_here(folder, *flags)
-    table = {name.strip(): value for name, value in re.findall(r"^\| (.{21}) \| (.*?) *\|$", out, re.M)}
-    assert table["val tokens"] == "194 in 3 files (5 batches)"
-    assert table["val left out"] == "56 tokens, 25 of them in 2 files shorter than a batch"
-    losses = [run_here(folder, *flags, "-j", f"data_val_{n}.bin") for n in (0, 2, 3)]
-    one, two, three = (float(re.search(r"^val loss ([\d.]+)", text, re.M)[1]) for text in losses)
-    whole = float(re.search(r"^val loss ([\d.]+)", out, re.M)[1])
-    np.testing.assert_allclose(whole, (one + two + 3 * three) / 5, atol=2e-6)
+    assert table_of(out)["val tokens"] == "194 in 3 files (5 batches)"
+    assert table_of(out)["val left out"] == "56 tokens, 25 of them in 2 files shorter than a batch"
+    one, two, three = (val_losses(run_here(folder, *flags, "-j", f"data_val_{n}.bin")) for n in (0, 2, 3))
+    np.testing.assert_allclose(val_losses(out), (one + two + 3 * three) / 5, atol=2e-6)
 
 
 def test_hellaswag_is_scored_when_validating_the_schedule_sets_each_rate_and_clipping_prints_the_norm(folder, run_here):
@@ -196,14 +200,17 @@ LONG = ["-d", "64", "-k", "cosine", "-u", "2", "-l", "3e-3", "-c", "0.1", "--gra
 
 
 def test_a_run_resumed_at_any_step_is_bit_identical_to_one_that_never_stopped(any_folder, run_here):
+    """Of GPT-2 at any step, of the others at one; with dropout if the model has it."""
     folder = any_folder
-    whole = run_here(folder, *LONG, "-x", "7", "-n", "1", "-o", "whole.log")
+    kind, _ = program(folder)
+    flags = [*LONG, "-x", "7", *["--dropout", "0.25"] * kind.DROPS]
+    whole = run_here(folder, *flags, "-n", "1", "-o", "whole.log")
     want, losses, texts = checkpoint_bytes(folder, 7), steps_of(whole), samples_of(whole)
     (folder / "run").rename(folder / "whole")
-    for step in range(1, 7):
+    for step in range(1, 7) if kind is GPT2 else [4]:
         shutil.copytree(folder / "whole" / f"step_{step:08d}", folder / "run" / f"step_{step:08d}")
         shutil.copy(folder / "whole.log", folder / "resumed.log")
-        out = run_here(folder, *LONG, "-x", "7", "-y", "1", "-o", "resumed.log")
+        out = run_here(folder, *flags, "-y", "1", "-o", "resumed.log")
         assert steps_of(out) == {later: loss for later, loss in losses.items() if later > step}
         assert checkpoint_bytes(folder, 7) == want
         assert samples_of(out) == (texts if step <= 5 else texts[1:])  # of steps 5 and 7
@@ -211,6 +218,13 @@ def test_a_run_resumed_at_any_step_is_bit_identical_to_one_that_never_stopped(an
         assert log["trl"][0].tolist() == list(range(7))
         assert np.array_equal(log["trl"][1], read_log(folder / "whole.log")["trl"][1])
         shutil.rmtree(folder / "run")
+
+
+@pytest.mark.parametrize("any_folder", [f"{kind}.pythia" for kind in KINDS], indirect=True)
+def test_dropout_changes_the_training_loss_and_not_the_validation_loss(any_folder, run_here):
+    plain, dropped = (run_here(any_folder, "-x", "1", *flags) for flags in ([], ["--dropout", "0.25"]))
+    assert table_of(dropped)["dropout"] == "0.25" and "dropout" not in plain
+    assert val_losses(plain)[0] == val_losses(dropped)[0] and steps_of(plain) != steps_of(dropped)
 
 
 def test_the_type_of_raw_tokens_is_recorded_and_an_old_checkpoint_takes_the_flag(folder, run_here, refuse_here):
@@ -225,24 +239,6 @@ def test_the_type_of_raw_tokens_is_recorded_and_an_old_checkpoint_takes_the_flag
     assert steps_of(out) == {step: want[step] for step in (4, 5)}
     flags = parse_arguments(GPT2Config, ["--raw-tokens", "uint16"])
     assert resumed_flags(flags, {"seed": 3}).raw_tokens == "uint16"
-
-
-@pytest.mark.parametrize("any_folder", [f"{kind}.pythia" for kind in KINDS], indirect=True)
-def test_a_run_with_dropout_is_resumed_bit_identically_and_validates_without(any_folder, run_here):
-    folder = any_folder
-    plain = run_here(folder, *LONG, "-x", "5")
-    shutil.rmtree(folder / "run")
-    whole = run_here(folder, *LONG, "-x", "5", "-n", "1", "--dropout", "0.25")
-    row = f"| {'dropout':21} | {'0.25':50} |"
-    assert row in whole.splitlines() and "dropout" not in plain
-    first = [re.search(r"^val loss .*$", out, re.M)[0] for out in (plain, whole)]
-    assert first[0] == first[1] and steps_of(plain)[1] != steps_of(whole)[1]
-    want, losses = checkpoint_bytes(folder, 5), steps_of(whole)
-    for later in (3, 4, 5):
-        shutil.rmtree(folder / "run" / f"step_{later:08d}")
-    out = run_here(folder, *LONG, "-x", "5", "-y", "1", "--dropout", "0.25")
-    assert steps_of(out) == {step: losses[step] for step in (3, 4, 5)}
-    assert checkpoint_bytes(folder, 5) == want
 
 
 def test_a_run_stopped_by_a_signal_saves_and_is_resumed_bit_identically(folder, run_here):
@@ -270,39 +266,17 @@ def test_a_run_stopped_by_a_signal_saves_and_is_resumed_bit_identically(folder, 
     assert checkpoint_bytes(folder, 100) == want
 
 
-def test_v_0_and_s_0_switch_validation_and_samples_off_and_then_there_need_be_no_validation_data(
-    folder, run_here, refuse_here
-):
+def test_v_0_and_s_0_need_no_validation_data_and_log_every_prints_and_logs_fewer_steps(folder, run_here):
     (folder / "data_val.bin").unlink()
     for data in "data", "data_train.bin":
-        out = run_here(folder, "-i", data, "-x", "2", "-v", "0", "-s", "0", "-o", "run.log")
-        assert list(steps_of(out)) == [1, 2] and "val loss" not in out and samples_of(out) == []
-        assert read_log(folder / "run.log").keys() == {"trl"}
+        out = run_here(folder, "-i", data, *"-x 10 -v 0 -s 0 --log-every 4 -o run.log".split())
+        assert list(steps_of(out)) == [1, 4, 8, 10] and "val loss" not in out and samples_of(out) == []
+        log = read_log(folder / "run.log")
+        assert log.keys() == {"trl"} and log["trl"][0].tolist() == [0, 3, 7, 9]
         (folder / "run.log").unlink()
-    for flag in ["--best"], ["--hellaswag", "questions.bin"]:
-        error = refuse_here("-v", "0", "--checkpoint-dir", "run", *flag)
-        assert error == "error: -v 0 switches validation off, and --best and --hellaswag need it: leave them out\n"
-
-
-@pytest.fixture
-def refuse_here(folder, here):
-    """The one line on stderr of a run that must not start, and must leave nothing behind."""
-
-    def refuse_here(*flags: str, code: int = 1) -> str:
-        before = files(folder)
-        out, error = here(folder, "-o", "run.log", *flags, code=code)
-        assert error.count("\n") == 1 and error.startswith("error: "), error
-        assert files(folder) == before
-        assert not re.search("^step ", out, re.M)
-        return error
-
-    return refuse_here
 
 
 def test_y_1_goes_on_or_starts_from_the_beginning_and_y_2_goes_on_or_refuses(folder, run_here, refuse_here):
-    error = refuse_here("-x", "1", "--checkpoint-dir", "mount/run", "-y", "2")
-    assert error == "error: -y 2: there is no checkpoint in mount/run; -y 1 would start from the beginning\n"
-    assert not (folder / "mount").exists()
     save = ["-g", "0", "--checkpoint-dir", "run"]
     out = run_here(folder, *save, "-x", "1", "-y", "1")
     assert "no checkpoint in run yet: starting from the beginning" in out and list(steps_of(out)) == [1]
@@ -313,54 +287,42 @@ def test_y_1_goes_on_or_starts_from_the_beginning_and_y_2_goes_on_or_refuses(fol
 
 
 USAGE = [
-    (["-b", "0"], "-b/--batch-size: 0 must be at least 1"),
-    (["-t", "many"], "-t/--sequence-length: 'many' must be a whole number"),
-    (["-l", "nan"], "-l/--learning-rate: nan must be"),
-    (["-k", "cosin"], "-k/--schedule: .*cosin"),
-    (["-u", "-1"], "-u/--warmup: -1 must be 0 or more"),
-    (["-q", "2"], "-q/--final-fraction: 2 must lie between 0 and 1"),
-    (["--beta1", "1"], "--beta1: 1 must be 0 or more, and below 1"),
-    (["--eps", "0"], "--eps: 0 must be at least 1.2e-38"),
-    (["-y", "3"], "-y/--resume: 3 must be 0, 1 or 2"),
-    (["--precision", "fp16"], "--precision: .*fp16.*fp32.*tf32.*bf16"),
-    (["-f", "2"], "argument -f: 2 must be 0 or 1"),
-    (["--no-such-flag"], "--no-such-flag"),
-    (["--checkpoint-dir", ""], "must not be empty: name something, or leave the flag out"),
-]
-
-
-@pytest.mark.parametrize("flags, message", USAGE, ids=[" ".join(flags) for flags, _ in USAGE])
-def test_a_wrong_flag_is_refused_in_one_line_with_code_2(refuse_here, flags, message):
-    assert re.search(message, refuse_here(*flags, code=2))
-
-
-@pytest.mark.parametrize("flags, precision, given", [
-    ([], "tf32", False), (["-f", "0"], "fp32", True), (["-f", "1"], "tf32", True),
-    (["--precision", "fp32"], "fp32", True),
-])  # fmt: skip
-def test_f_of_llmc_is_another_way_to_give_the_precision(flags, precision, given):
-    args = parse_arguments(GPT2Config, flags)
-    assert args.precision == precision and ("precision" in args.given) == given
-
-
+    ("-b 0", "-b/--batch-size: 0 must be at least 1"), ("-u -1", "-u/--warmup: -1 must be 0 or more"),
+    ("-t many", "-t/--sequence-length: 'many' must be a whole number"), ("-k cosin", "-k/--schedule: .*cosin"),
+    ("-l nan", "-l/--learning-rate: nan must be"), ("-q 2", "-q/--final-fraction: 2 must lie between 0 and 1"),
+    ("--beta1 1", "--beta1: 1 must be 0 or more, and below 1"), ("--eps 0", "--eps: 0 must be at least 1.2e-38"),
+    ("-y 3", "-y/--resume: 3 must be 0, 1 or 2"), ("-f 2", "argument -f: 2 must be 0 or 1"),
+    ("--precision fp16", "--precision: .*fp16.*fp32.*tf32.*bf16"), ("--no-such-flag", "--no-such-flag"),
+    ("--checkpoint-dir ''", "must not be empty: name something, or leave the flag out"),
+]  # fmt: skip
 VALUES = [
-    (["-t", "65"], r"-t 65 is above the model's longest sequence, 64: lower -t"),
-    (["-i", "data_train.bin"], r"-i data_train.bin names files of training data: .* with -j"),
-    (["-d", "3200"], r"takes 100 batches \(-d 3200\), and data has 62, .*: lower -d, or .* with -x"),
-    (["-i", "nowhere"], r"nowhere_train.bin: no such file; get data"),
-    (["-e", "nonsense"], r"nonsense: no such file or directory; .*-e d12"),
-    (["-e", "layers=2,heads=3"], r"-e layers=2,heads=3: channels=… is missing; .*channels=768"),
-    (["-e", "."], r"\.: neither a model.bin nor a checkpoint in it; name a .bin or a --checkpoint-dir"),
-    (["-b", "1000000000000"], r"needs \d+ MiB of memory, .*at most -b \d+ or -b \d+ --recompute( or .*)? fits"),
-    (["-o", "."], r"\.: cannot be written .*\(-o\)"),
-    (["-n", "5"], r"-y, -n and --best need.*--checkpoint-dir"),
-    (["--checkpoint-dir", "data_train.bin"], r"data_train.bin.*checkpoint"),
-]
+    ("-t 65", r"-t 65 is above the model's longest sequence, 64: lower -t"),
+    ("-i data_train.bin", r"-i data_train.bin names files of training data: .* with -j"),
+    ("-d 3200", r"takes 100 batches \(-d 3200\), and data has 62, .*: lower -d, or .* with -x"),
+    ("-i nowhere", r"nowhere_train.bin: no such file; get data"),
+    ("-e nonsense", r"nonsense: no such file or directory; .*-e d12"),
+    ("-e layers=2,heads=3", r"-e layers=2,heads=3: channels=… is missing; .*channels=768"),
+    ("-e .", r"\.: neither a model.bin nor a checkpoint in it; name a .bin or a --checkpoint-dir"),
+    ("-b 1000000000000", r"needs \d+ MiB of memory, .*at most -b \d+ or -b \d+ --recompute( or .*)? fits"),
+    ("-o .", r"\.: cannot be written .*\(-o\)"), ("-n 5", r"-y, -n and --best need.*--checkpoint-dir"),
+    ("--checkpoint-dir data_train.bin", r"data_train.bin.*checkpoint"),
+    ("-v 0 --best --checkpoint-dir run", "^error: -v 0 switches validation off, and --best and --hellaswag need it: "),
+    ("-v 0 --hellaswag questions.bin", "^error: -v 0 switches validation off, and --best and --hellaswag need it: "),
+    ("--checkpoint-dir mount/run -y 2", "^error: -y 2: there is no checkpoint in mount/run; -y 1 would start from "),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("flags, message", VALUES, ids=[" ".join(flags) for flags, _ in VALUES])
-def test_a_wrong_value_is_refused_in_one_line_with_code_1_before_anything_is_written(refuse_here, flags, message):
-    assert re.search(message, refuse_here(*flags))
+@pytest.mark.parametrize("flags, message, code", [*((*row, 2) for row in USAGE), *((*row, 1) for row in VALUES)])
+def test_what_is_wrong_is_refused_in_one_line_before_anything_is_written(flags, message, code, refuse_here):
+    assert re.search(message, refuse_here(*shlex.split(flags), code=code))
+
+
+@pytest.mark.parametrize("flags, precision", [
+    ("", "tf32"), ("-f 0", "fp32"), ("-f 1", "tf32"), ("--precision fp32", "fp32"),
+])  # fmt: skip
+def test_f_of_llmc_is_another_way_to_give_the_precision(flags, precision):
+    args = parse_arguments(GPT2Config, flags.split())
+    assert args.precision == precision and ("precision" in args.given) == bool(flags)
 
 
 @pytest.mark.parametrize("flags, line", [
@@ -368,7 +330,8 @@ def test_a_wrong_value_is_refused_in_one_line_with_code_1_before_anything_is_wri
     ("-x 4 -u 4 -k cosine", "the warm-up (-u) takes the whole run, so the learning rate does not decay (-k)"),
     ("-x 10 -u 9 -k wsd -l 1 -q 0.5", "the warm-up (-u) ends at step 9, after wsd's decay has begun at step 8: "
      "the learning rate falls at once from 1 to 0.646447"),
-    ("-x 1 -q 0.1", "-q does nothing: -k constant does not decay"), ("-x 1 -z", "-z does nothing: there is one GPU"),
+    ("-x 9 -x 1 -q 0.1", "-x stands behind another value of the same flag: the last counts\n"
+     "-q does nothing: -k constant does not decay"), ("-x 1 -z", "-z does nothing: there is one GPU"),
     ("-x 1 -v 0 -m 3", "-m does nothing: -v 0 switches validation off"),
     ("-x 1 -v 0 -j x", "-j does nothing: -v 0 switches validation off"),
     ("-x 1 -s 0 -g 9", "-g does nothing: -s 0 samples never"),
@@ -383,51 +346,33 @@ def test_a_flag_that_does_nothing_or_not_what_it_says_gets_a_line(flags, line, f
 
 def test_without_t_a_sequence_is_as_long_as_the_model_takes_and_at_most_1024(folder, trainer_here):
     write_model(folder / "short.bin", ONE_LAYER, np.zeros(num_parameters(ONE_LAYER), np.float32))
-    save = ["-b", "1", "-x", "1", "-v", "0", "-s", "0", "--device", folder.name.partition(".")[0]]
     small = "layers=1,heads=1,channels=8"
     for model, T in ("short.bin", 32), (f"{small},maxT=20", 20), (small, 1024):
-        flags = ["-i", "data", "-e", model, "--checkpoint-dir", f"run{T}", *save]
-        for again in [], ["-y", "1"]:
-            out, _ = trainer_here(GPT2, folder, [*flags, *again])
-            assert f"| {'sequence length T':21} | {T:<50} |" in out
+        flags = f"-i data -b 1 -x 1 -v 0 -s 0 --device {folder.stem} -e {model} --checkpoint-dir run{T}"
+        for again in "", " -y 1":
+            out, _ = trainer_here(GPT2, folder, (flags + again).split())
+            assert table_of(out)["sequence length T"] == str(T)
 
 
-def test_log_every_prints_and_logs_fewer_steps(folder, run_here):
-    out = run_here(folder, "-x", "10", "--log-every", "4", "-o", "run.log", "-v", "0", "-s", "0")
-    assert list(steps_of(out)) == [1, 4, 8, 10]
-    assert read_log(folder / "run.log")["trl"][0].tolist() == [0, 3, 7, 9]
-
-
-class Turing(CpuDevice):
-    """A GPU of an older kind."""
-
-    blas = SimpleNamespace(use_precision=lambda precision: None)
-    use_precision = CudaDevice.use_precision
-
-    def __init__(self):
-        super().__init__()
-        self.name = "Tesla T4"
-
-
-@pytest.mark.parametrize("precision, needed, has, instead", [("bf16", 80, 75, "fp32"), ("fp8", 89, 80, "bf16")])
+@pytest.mark.parametrize("precision, needed, has, instead", [("bf16", "8.0", 75, "fp32"), ("fp8", "8.9", 80, "bf16")])
 def test_a_precision_that_a_gpu_lacks_is_refused_in_one_line(refuse_here, monkeypatch, precision, needed, has, instead):
-    monkeypatch.setattr(Turing, "compute_capability", has)
+    class Turing(CpuDevice):
+        compute_capability, blas = has, SimpleNamespace(use_precision=lambda precision: None)
+        use_precision = CudaDevice.use_precision
+
     monkeypatch.setattr(device, "use", lambda kind, number: setattr(device.current, "device", Turing()))
-    assert refuse_here("--precision", precision) == (
-        f"error: --precision {precision} needs a GPU of compute capability {needed / 10} or later, and Tesla T4 is of "
-        f"{has / 10}: use --precision {instead}\n"
-    )
+    said = refuse_here("--precision", precision)
+    assert said.startswith(f"error: --precision {precision} needs a GPU of compute capability {needed} or later, and ")
+    assert said.endswith(f" is of {has / 10}: use --precision {instead}\n")
 
 
 def test_a_model_with_rows_of_padding_is_trained_on_data_of_fewer_tokens(folder, refuse_here, run_here):
-    for rows, refused in ((64, False), (V - 1, True)):
+    for rows in 64, V - 1:
         config = GPT2Config(32, rows, 1, 2, 20)
-        write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
-        if refused:
-            assert f"has 61 tokens and the model model.bin {rows}: use data" in refuse_here("-e", "model.bin")
-        else:
-            (text,) = samples_of(run_here(folder, "-e", "model.bin", "-x", "1", "-g", "99"))
-            assert 80 < len(text) < 99  # of a uniform model, which samples padding too
+        write_model(folder / f"{rows}.bin", config, np.zeros(num_parameters(config), np.float32))
+    (text,) = samples_of(run_here(folder, "-e", "64.bin", "-x", "1", "-g", "99"))
+    assert 80 < len(text) < 99  # of a uniform model, which samples padding too
+    assert "has 61 tokens and the model 60.bin 60: use data" in refuse_here("-e", "60.bin")
 
 
 def test_validation_data_of_another_tokenizer_is_refused(folder, refuse_here, run_here):

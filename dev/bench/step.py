@@ -22,13 +22,13 @@ Memory: ours is what the device has less of after the steps than before the mode
 PyTorch's is torch.cuda.max_memory_reserved. On the CPU it is the growth of the process's resident memory to its peak.
 """
 
-import argparse
 import ctypes
 import gc
 import re
 import sys
 import tempfile
-from contextlib import nullcontext
+from argparse import Namespace
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,8 +151,9 @@ class Torch:
 # Memory
 
 
-def release_memory() -> None:
-    """Gives back what the trainer before has left free, so that it is not counted as the next one's or hidden by it."""
+def release_memory() -> float:
+    """Gives back what the trainer before has left free, so that it is not counted as the next one's or hidden by it.
+    Returns the process's resident memory in MiB, whose peak is measured from now on."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim:
@@ -163,22 +164,18 @@ def release_memory() -> None:
         cupy.get_default_memory_pool().free_all_blocks()
         if "torch" in sys.modules:
             sys.modules["torch"].cuda.empty_cache()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", "utf-8")
+    return resident_mebibytes(peak=False)
 
 
 def resident_mebibytes(peak: bool) -> float:
-    """The process's resident memory, or its peak since `reset_peak`. Not a number where the system does not tell."""
+    """The process's resident memory, or its peak. Not a number where the system does not tell."""
     try:
         status, name = Path("/proc/self/status").read_text("utf-8"), "VmHWM" if peak else "VmRSS"
         return int(re.search(rf"^{name}:\s*(\d+) kB", status, re.M)[1]) / 1024
     except (OSError, TypeError):
         return float("nan")
-
-
-def reset_peak() -> None:
-    try:
-        Path("/proc/self/clear_refs").write_text("5", "utf-8")
-    except OSError:
-        pass
 
 
 # A workload
@@ -196,13 +193,9 @@ class Result:
 
 def run_ours(workload: Workload, steps: int | None, keep: bool) -> tuple[Result, SimpleNamespace | None]:
     """Ours timed, and with `keep` its first parameters, fp32 on the host."""
-    release_memory()
-    free, _ = device.memory()
-    reset_peak()
-    resident = resident_mebibytes(peak=False)
-    trainer = Ours(workload)
+    resident, (free, _) = release_memory(), device.memory()
+    trainer, tensors = Ours(workload), None
     training = trainer.training
-    tensors = None
     if keep:
         params, *_ = training.exchange.whole_state(training.adamw)
         tensors = tensors_of(training.model, np.concatenate(list(params)))
@@ -220,9 +213,7 @@ def run_torch(peer: str, workload: Workload, tensors: SimpleNamespace, steps: in
 
     import torch
 
-    release_memory()
-    reset_peak()
-    resident = resident_mebibytes(peak=False)
+    resident = release_memory()
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -262,7 +253,7 @@ def print_result(result: Result, ours: Result, workload: Workload, ceilings: Cei
     print(COLUMNS.format(*row, f"{result.ms / ours.ms:.2f}", f"{result.loss:.6f}"), flush=True)
 
 
-def bench(workload: Workload, args: argparse.Namespace, peers: list[str]) -> None:
+def bench(workload: Workload, args: Namespace, peers: list[str]) -> None:
     """Prints the table of a workload, in the precision in use."""
     ceilings = measure_ceilings()
     print(f"{device.name}\n{ceilings.description}", flush=True)

@@ -17,19 +17,19 @@ The limit is the time to read all that a step must read, at the speed of a copy:
 byte a number of the large ones) and of the classifier, and the keys and values so far.
 """
 
-import argparse
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import device
 from dev.bench.ceilings import measure_copy
-from dev.bench.workload import SEED, Workload, cache_for_text, make_parser, tensors_of, workload_of, zipf_tokens
+from dev.bench.workload import SEED, Workload, make_parser, tensors_of, workload_of, zipf_tokens
 from dev.hf.common import config_json, named_tensors, transformers_parameters
 from device.errors import UserError, first_line
 from llmc.model.activations import Cache
 from llmc.model.fp8 import quantized_count
 from llmc.model.tensors import shape_of
+from llmc.model.weights import randomize
 from llmc.run.arguments import positive
 from llmc.step.generation import Writer
 from llmc.step.sampler import samplers_of
@@ -53,6 +53,13 @@ def median_step(steps: Callable[[], object], count: int) -> float:
         steps()
         marks.append(time.perf_counter())
     return 1000 * float(np.median(np.diff(marks)[UNTIMED:]))
+
+
+def cache_for(workload: Workload) -> Cache:
+    """Our model with random weights, for inference alone, and its cache."""
+    model = workload.kind(workload.config, workload.T, inference=True)
+    randomize(model, None, SEED)
+    return Cache(model, workload.B, workload.T, "softmax")
 
 
 def prompts_of(workload: Workload, first: int) -> np.ndarray:
@@ -126,32 +133,6 @@ def limit_of(cache: Cache, workload: Workload, positions: int) -> float:
     return 1000 * (weights + cached) / measure_copy()
 
 
-def bench(workload: Workload, args: argparse.Namespace, peers: Sequence[str]) -> None:
-    """Prints the milliseconds of a workload."""
-    if args.first + args.tokens > workload.T:
-        raise UserError(f"--first {args.first} and --tokens {args.tokens} are more than -t {workload.T}: raise -t")
-    prompts = prompts_of(workload, args.first)
-    cache = cache_for_text(workload)
-    print(f"\n{workload}: a token of each text at positions {args.first} to {args.first + args.tokens}")
-
-    def took(trainer: str, ms: float) -> None:
-        print(f"{TRAINERS[trainer]:60} {ms:8.3f} ms  {ms / ours:6.2f} x ours", flush=True)
-
-    ours = time_ours(cache, prompts, args.tokens)
-    took("ours", ours)
-    limit = limit_of(cache, workload, args.first + args.tokens // 2)
-    tensors = tensors_of(cache.model, cache.model.params_memory) if peers else None
-    del cache
-    for peer in peers:
-        try:
-            ms = time_transformers(peer, tensors, workload, prompts, args.tokens)
-        except Exception as error:  # out of memory, no compiler, ...: the others can still be timed
-            print(f"{TRAINERS[peer]:60} did not run: {type(error).__name__}: {first_line(error)}", flush=True)
-            continue
-        took(peer, ms)
-    took("limit", limit)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser("Time a token of generated text beside transformers'.", trains=False)
     parser.set_defaults(batch_size=1)
@@ -169,4 +150,23 @@ def main(arguments: list[str] | None = None) -> None:
         if peer not in known:
             there = " and ".join(known) or "no peer"
             raise UserError(f"--peers {peer}: on {device.kind} in {args.precision} there is {there} ('' for none)")
-    bench(workload_of(args, ""), args, peers)
+    workload = workload_of(args, "")
+    if args.first + args.tokens > workload.T:
+        raise UserError(f"--first {args.first} and --tokens {args.tokens} are more than -t {workload.T}: raise -t")
+    prompts, cache = prompts_of(workload, args.first), cache_for(workload)
+    print(f"\n{workload}: a token of each text at positions {args.first} to {args.first + args.tokens}")
+
+    def took(trainer: str, ms: float) -> None:
+        print(f"{TRAINERS[trainer]:60} {ms:8.3f} ms  {ms / ours:6.2f} x ours", flush=True)
+
+    ours = time_ours(cache, prompts, args.tokens)
+    took("ours", ours)
+    limit = limit_of(cache, workload, args.first + args.tokens // 2)
+    tensors = tensors_of(cache.model, cache.model.params_memory) if peers else None
+    del cache
+    for peer in peers:
+        try:
+            took(peer, time_transformers(peer, tensors, workload, prompts, args.tokens))
+        except Exception as error:  # out of memory, no compiler, ...: the others can still be timed
+            print(f"{TRAINERS[peer]:60} did not run: {type(error).__name__}: {first_line(error)}", flush=True)
+    took("limit", limit)

@@ -12,11 +12,9 @@ from device.errors import UserError
 from llmc.data.batches import Batches
 from llmc.data.dataloader import DataLoader
 from llmc.data.token_file import write_tokens
-from llmc.files.model_file import write_model
-from llmc.model.activations import Cache, choose_attention
+from llmc.model.activations import choose_attention
 from llmc.model.model import Model
 from llmc.model.tensors import Config, name_tensors
-from llmc.model.weights import randomize
 from llmc.ranks import ranks
 from llmc.run.arguments import Parser, add_device_arguments, natural, on_off, parse_arguments, positive
 from llmc.run.settings import check_flags
@@ -56,13 +54,10 @@ class Workload:
         """On this rank."""
         return self.batches * self.B * self.T
 
-    def script_flags(self) -> list[str]:
-        """The flags of the model script, but for the model."""
-        return ["-b", str(self.B), "-t", str(self.T), "-i", self.data, "--device", device.kind, *self.flags]
-
     def build(self) -> Training:
         """What trains our model, as the script makes it."""
-        args = parse_arguments(self.kind.Config, ["-e", self.model, "--seed", str(SEED), *self.script_flags()])
+        sizes = ["-e", self.model, "-b", str(self.B), "-t", str(self.T)]
+        args = parse_arguments(self.kind.Config, [*sizes, "--seed", str(SEED), "--device", device.kind, *self.flags])
         check_flags(args)
         tokenizer = SimpleNamespace(vocab_size=self.config.vocab_size)
         return build_training(self.kind, args, Text(None, tokenizer), Origin(None, {}, None))[0]
@@ -129,23 +124,6 @@ def describe(kind: type[Model], model: str, V: int | None) -> Config:
     return config
 
 
-def write_random_model(workload: Workload, path: Path) -> None:
-    """Writes the model that ours starts from, fp32 in any precision."""
-    precision = device.precision
-    device.use_precision("fp32")
-    model = workload.kind(workload.config, T=1, inference=True)
-    randomize(model, None, SEED)
-    write_model(path, model.config, model.params_memory)
-    device.use_precision(precision)
-
-
-def cache_for_text(workload: Workload) -> Cache:
-    """Our model with random weights, for inference alone, and its cache."""
-    model = workload.kind(workload.config, workload.T, inference=True)
-    randomize(model, None, SEED)
-    return Cache(model, workload.B, workload.T, "softmax")
-
-
 def tensors_of(model: Model, memory) -> SimpleNamespace:
     """Parameters by name, fp32 on the host, from memory that holds all of them."""
     config = model.config
@@ -155,12 +133,10 @@ def tensors_of(model: Model, memory) -> SimpleNamespace:
 # Our training step
 
 
-# A trainer's launch(step) returns the events of the step's begin and end. end.since(begin), in milliseconds, waits for
-# the end; then loss(step) is known. count: how many batches a step has.
-
-
 class Ours:
-    """The training step of the model script."""
+    """The training step of the model script. Every trainer has launch(step), which returns the events of the step's
+    begin and end. end.since(begin), in milliseconds, waits for the end; then loss(step) is known. count: how many
+    batches a step has."""
 
     def __init__(self, workload: Workload):
         self.training, self.count = workload.build(), workload.batches
@@ -208,7 +184,7 @@ def time_steps(trainer, steps: int | None) -> tuple[float, float]:
 # Tokens
 
 
-def zipf_tokens(count: int, V: int, seed: int = SEED) -> np.ndarray:
+def zipf_tokens(count: int, V: int) -> np.ndarray:
     """`count` tokens below V, of which the one of rank r comes with a probability proportional to 1 / (r + q)
     (Zipf-Mandelbrot), where q makes the most frequent one as frequent as in English text: 3.7%."""
     ranks = np.arange(1.0, V + 1)
@@ -217,13 +193,12 @@ def zipf_tokens(count: int, V: int, seed: int = SEED) -> np.ndarray:
         q = (low + high) / 2
         weights = 1 / (ranks + q)
         low, high = (q, high) if weights[0] / weights.sum() > 0.037 else (low, q)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(SEED)
     drawn = np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(count), side="right")
     return random.permutation(V)[np.minimum(drawn, V - 1)]
 
 
 def write_data(workload: Workload) -> None:
-    """Token files for training, of at least 64 batches, and for validation, of one."""
-    batch, V = workload.B * workload.T, workload.config.vocab_size
-    write_tokens(f"{workload.data}_train.bin", zipf_tokens(max(1 << 18, 64 * batch) + 1, V), V)
-    write_tokens(f"{workload.data}_val.bin", zipf_tokens(batch + 1, V, seed=SEED + 1), V)
+    """A file of tokens for training, of at least 64 batches."""
+    V = workload.config.vocab_size
+    write_tokens(f"{workload.data}_train.bin", zipf_tokens(max(1 << 18, 64 * workload.B * workload.T) + 1, V), V)
