@@ -31,6 +31,7 @@ from llmc.files.model_file import read_model, write_model
 from llmc.model.tensors import Config, num_parameters
 from llmc.run.logger import Logger, read_log
 from models import ODD
+from support.evaluations import write_evaluation
 from train_gpt2_fp32 import GPT2Config
 
 import numpy as np
@@ -38,7 +39,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from test_evaluation import write_evaluation
 
 MEMORY = 1 << 30  # bytes, for a file of a few kilobytes
 MODELS = [f"{kind.Config.NAME} model" for kind in model_kinds()]

@@ -17,9 +17,9 @@ from llmc.files.checkpoint import model_path
 from llmc.files.checkpoint_dir import checkpoints, newest_checkpoint, read_record
 from llmc.files.directory import Directory
 from models import TINY, described, write_record
+from support.evaluations import random_examples, write_evaluation
 
 import pytest
-from test_evaluation import random_examples, write_evaluation
 from test_reliability import write_data
 
 V, B, T = 257, 2, 16

@@ -23,10 +23,10 @@ from llmc.ranks.environment import find_place, first_host
 from llmc.run.logger import read_log
 from llmc.run.stop import StopRequest
 from models import TINY, described
+from support.evaluations import random_examples, write_evaluation
 
 import numpy as np
 import pytest
-from test_evaluation import random_examples, write_evaluation
 
 ROOT = Path(__file__).resolve().parents[1]
 V, B, T = 61, 2, 16
