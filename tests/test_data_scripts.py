@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import struct
 import urllib.request
 
 from conftest import refusal
@@ -15,6 +14,7 @@ from llmc.data.find_tokenizer import find_tokenizer, open_tokenizer
 from llmc.data.token_file import open_tokens
 from llmc.data.tokenizer import byte_tokenizer, write_tokenizer
 from support.datasets import EOT, byte_level, contents, printed, texts_of
+from support.evaluations import write_evaluation
 from support.server import Server
 
 import numpy as np
@@ -140,23 +140,12 @@ def test_hellaswag_has_the_layout_of_llm_c(tmp_path, tokenizer):
     for _ in range(2):
         assert "3 examples" in printed(hellaswag, "--tokenizer", tokenizer, "--out", out)
 
-    data = out.read_bytes()
-    header = struct.unpack("<256i", data[:1024])
-    stream = list(struct.unpack(f"<{(len(data) - 1024) // 2}H", data[1024:]))
-    longest = 0
-    for number, line in enumerate(lines):
-        example = json.loads(line)
-        start, size, index, label, num_endings, length, *rest = stream[: stream[1] // 2]
-        assert (start, index, label, num_endings) == (65535, number, int(example["label"]), 4)
-        for part in [example["ctx"], *(f" {ending}" for ending in example["endings"])]:
-            tokens, rest = rest[:length], rest[length:]
-            assert bytes(tokens).decode() == part
-            length, rest = (rest[0], rest[1:]) if rest else (None, [])
-        assert length is None
-        longest = max(longest, size)
-        stream = stream[size // 2 :]
-    assert stream == []
-    assert header == (20240522, 1, 3, longest) + (0,) * 252
+    wanted = [
+        (int(example["label"]), [*example["ctx"].encode()], [[*f" {ending}".encode()] for ending in example["endings"]])
+        for example in map(json.loads, lines)
+    ]
+    write_evaluation(tmp_path / "wanted.bin", wanted)
+    assert out.read_bytes() == (tmp_path / "wanted.bin").read_bytes()
     out.write_bytes(b"mine")
     assert "belongs to another" in refusal(printed, hellaswag, "--tokenizer", tokenizer, "--out", out)
     assert out.read_bytes() == b"mine"
@@ -201,44 +190,20 @@ def texts(rng):
     return [rng.integers(0, 257, size) for size in rng.integers(0, 60, 40)]
 
 
-def write_shards(texts, prefix, shard_tokens=100):
-    prefix.parent.mkdir(exist_ok=True)
-    writer = shards.ShardWriter(prefix, "train", shard_tokens, 257)
-    for item, tokens in enumerate(texts):
-        writer.add(item, tokens)
-    writer.finish(len(texts))
-
-
 @pytest.mark.parametrize("shard_tokens", [11, 64, 1000, 9999])
 def test_shards_of_any_size_hold_all_texts_in_order(texts, tmp_path, shard_tokens):
-    write_shards(texts, tmp_path / "web", shard_tokens)
+    shards.write_shards(texts, tmp_path / "web", "train", shard_tokens, 257)
     found = [open_tokens(path)[:] for path in sorted(tmp_path.glob("web_train_*.bin"))]
     assert [len(tokens) for tokens in found[:-1]] == [shard_tokens] * (len(found) - 1)
     assert 0 < found[-1].size <= shard_tokens
     assert np.concatenate(found).tolist() == np.concatenate(texts).tolist()
 
 
-def test_an_interrupted_run_goes_on_to_the_same_shards(texts, tmp_path, monkeypatch):
-    write_shards(texts, tmp_path / "whole" / "web")
-    whole, write_tokens = contents(tmp_path / "whole"), shards.write_tokens
-    left = 0
-
-    def stopping(*args):
-        nonlocal left
-        if left == 0:
-            raise KeyboardInterrupt
-        left -= 1
-        write_tokens(*args)
-
-    monkeypatch.setattr(shards, "write_tokens", stopping)
-    for stops in range(len(whole)):
-        left = 1 + stops % 2
-        try:
-            write_shards(texts, tmp_path / "parts" / "web")
-            break
-        except KeyboardInterrupt:
-            assert contents(tmp_path / "parts") != whole
-    assert stops >= 4 and contents(tmp_path / "parts") == whole
-
-    monkeypatch.setattr(shards, "write_tokens", None)  # done: nothing is written any more
-    write_shards(texts, tmp_path / "parts" / "web")
+def test_a_run_that_was_stopped_writes_the_shards_that_are_missing(texts, tmp_path, monkeypatch):
+    shards.write_shards(texts, tmp_path / "web", "train", 100, 257)
+    whole, write_tokens, written = contents(tmp_path), shards.write_tokens, []
+    for name in sorted(whole)[5:]:
+        (tmp_path / name).unlink()
+    monkeypatch.setattr(shards, "write_tokens", lambda *args: written.append(args[0].name) or write_tokens(*args))
+    shards.write_shards(texts, tmp_path / "web", "train", 100, 257)
+    assert contents(tmp_path) == whole and written == sorted(whole)[5:]
