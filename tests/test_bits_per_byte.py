@@ -6,7 +6,6 @@ from dev.data.common import encode_texts, write_vocabulary
 from llmc.data.batches import Batches, bits_per_byte, validate
 from llmc.data.dataloader import DataLoader
 from llmc.data.find_tokenizer import open_tokenizer
-from llmc.data.hf_tokenizer import byte_letters
 from llmc.data.token_file import write_tokens
 from llmc.data.tokenizer import Tokenizer, write_tokenizer
 from llmc.model.batch import Batch
@@ -20,11 +19,7 @@ from tokenizers import Tokenizer as Library
 BYTES = [bytes([byte]) for byte in range(256)]
 END = b"<|endoftext|>"
 MERGES = [b"th", b"the", b" the", b"in", b"ing", b"er", b" a", b"\xc3\xa9", b"other", b" other"]
-VOCABULARIES = [
-    Tokenizer([*BYTES, END], 256),
-    Tokenizer([*BYTES, *MERGES[:4], END], 260),
-    Tokenizer([*BYTES, *MERGES, END], 266),
-]
+VOCABULARIES = [Tokenizer([*BYTES, *MERGES[:count], END], 256 + count) for count in (0, 4, 10)]
 TEXTS = ["the theatre there, then the other", "", "a café: bathing in 你好 🙂, they're", "nothing"]
 
 
@@ -109,16 +104,15 @@ PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(
 ])  # fmt: skip
 def test_a_space_that_a_tokenizer_adds_is_no_byte_of_the_text(kind, added, special, tmp_path):
     """By its .json as by its .bin."""
-    byte_level = isinstance(kind, pre_tokenizers.ByteLevel)
-    names = byte_letters() if byte_level else ["▁", *(f"<0x{byte:02X}>" for byte in range(256))]
-    library = Library(models.BPE({name: n for n, name in enumerate(names)}, [], byte_fallback=not byte_level))
-    library.decoder = decoders.ByteLevel() if byte_level else decoders.ByteFallback()
-    if isinstance(kind, normalizers.Normalizer):
-        library.normalizer = kind
-    else:
-        library.pre_tokenizer = kind
+    library = byte_level()
+    if not isinstance(kind, pre_tokenizers.ByteLevel):
+        names = ["▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+        library = Library(models.BPE({name: n for n, name in enumerate(names)}, [], byte_fallback=True))
+        library.decoder = decoders.ByteFallback()
+    setattr(library, "normalizer" if kind is PREPEND else "pre_tokenizer", kind)
     library.add_special_tokens(["<s>", "</s>"])
-    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", len(names))])
+    begins = [("<s>", library.token_to_id("<s>"))]
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begins)
     library.save(str(tmp_path / "tokenizer.json"))
     texts = ["the theatre", "a café: 你好", "x</s>y</s> z", "</s>"]
     if special and added == "always":  # " z" and "z" may have the same tokens

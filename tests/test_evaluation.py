@@ -5,7 +5,7 @@ import struct
 from conftest import refusal
 from dev.data.hellaswag import encode_example
 from llmc.data.batches import Batches, evaluate
-from llmc.data.evaluation import EvalLoader
+from llmc.data.evaluation import EvalLoader, parse_example
 from llmc.data.find_tokenizer import open_tokenizer
 from llmc.files.model_file import write_model
 from llmc.step.training import Training
@@ -76,11 +76,8 @@ def test_context_and_ending_are_encoded_as_one_text(kind, tmp_path):
     """A tokenizer that puts a space before a text puts none before an ending."""
     LIBRARIES[kind].save(str(tmp_path / "tokenizer.json"))
     example = {"ctx": "the theatre", "label": "1", "endings": ["there", "bathing", " in", "the weather — naïve"]}
-    (tmp_path / "eval.bin").write_bytes(
-        struct.pack("<4i", 20240522, 1, 1, 0).ljust(1024, b"\0")
-        + np.array(encode_example(0, example, open_tokenizer(tmp_path / "tokenizer.json")), "<u2").tobytes()
-    )
-    (found,) = EvalLoader(tmp_path / "eval.bin", 4, 64, 1000).examples
+    stream = encode_example(0, example, open_tokenizer(tmp_path / "tokenizer.json"))
+    found = parse_example(np.array(stream, np.uint16), 0)
     for ending, tokens in zip(example["endings"], found.completions, strict=True):
         whole = LIBRARIES[kind].encode(f"the theatre {ending}", add_special_tokens=False).ids
         assert [*found.context, *tokens] == whole

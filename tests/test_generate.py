@@ -116,18 +116,6 @@ def test_sampled_text_is_drawn_from_the_logits_of_transformers(one_dev, flags, s
 
 
 @gpt2_alone
-def test_a_text_ends_before_the_token_that_ends_a_text(model, theirs, run):
-    """Each seed until one draws that token."""
-    for seed in range(40):
-        done = run("-e", model, "-g", 39, "--seed", seed, ends=True)
-        tokens = expected_tokens(theirs, "", 39, sampler=Sampler(seed), eot=EOT)
-        assert done.out == text_of(tokens) and int(done.err.split()[0]) == min(39, len(tokens) + 1)
-        if len(tokens) < 39:
-            return
-    pytest.fail("none of the texts ends")
-
-
-@gpt2_alone
 @pytest.mark.parametrize("name", [
     "tiny_generation_config.json", "generation_config.json", "tiny_config.json", "tiny_tokenizer_config.json",
 ])  # fmt: skip
@@ -138,7 +126,9 @@ def test_a_text_ends_before_every_token_that_a_file_beside_the_model_names(name,
     Path(name).write_text(json.dumps(named))
     assert EOT not in tokens[:first] and tokens[-1] not in tokens[:first]
     flags = "-e", model, "-g", 30, "--prompt", "x"
-    assert run(*flags, ends=True).out == text_of(tokens[:first]) and run(*flags).out == text_of(tokens)
+    done = run(*flags, ends=True)
+    assert done.out == text_of(tokens[:first]) and done.err.startswith(f"{first} tokens in ")  # with this one
+    assert run(*flags).out == text_of(tokens)
 
 
 @gpt2_alone
@@ -152,16 +142,17 @@ def test_several_samples_are_one_batch_and_the_first_is_that_of_the_seed_alone(m
 @gpt2_alone
 def test_prompts_of_different_lengths_are_one_batch_and_come_as_lines_of_json(model, theirs, run):
     def lines_of(name, *flags) -> list[dict]:
-        out = run("-e", model, "--prompts", name, "-g", 25, "--seed", 9, *flags, ends=True).out
+        out = run("-e", model, "--prompts", name, "-g", 25, "--seed", 19, *flags, ends=True).out
         return [json.loads(line) for line in out.splitlines()]
 
     prompts = ["a", "four words are here", "Grüße 🙂"]
     Path("prompts.txt").write_text("a\r\nfour words are here\n\nGrüße 🙂\n", encoding="utf-8")
     found = lines_of("prompts.txt", "--samples", 2)
+    assert {one["end"] for one in found} == {"length", "eot"}
     assert [(one["prompt"], one["sample"]) for one in found] == [(p, n) for p in prompts for n in range(2)]
     for one in found:
         prompt = one["prompt"]
-        tokens = expected_tokens(theirs, prompt, 25, sampler=samplers_of(9, 2)[one["sample"]], eot=EOT)
+        tokens = expected_tokens(theirs, prompt, 25, sampler=samplers_of(19, 2)[one["sample"]], eot=EOT)
         written = tokens[len(prompt.encode()) :]
         assert one["text"] == text_of(written)[:-1]
         assert (one["tokens"], one["end"]) == ((25, "length") if len(written) == 25 else (len(written) + 1, "eot"))
