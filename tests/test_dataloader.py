@@ -209,15 +209,16 @@ TO_DO = "--raw-tokens .*python dev/data/text.py"  # of what no first bytes say
     *(("x_train.bin", header(20240520, 1, 3) + b"\0" * n, "int32", "truncated or damaged") for n in (5, 7, 8)),
     ("x_train.bin", header(20240520, 1, 3)[:1000], "int32", "too short"),
     ("x_train.bin", header(20240326, 3), "int32", "found a GPT-2 model"),
-    ("x_train.bin", header(20240801, 7), "int32", "0 tokens"),
+    ("x_train.bin", header(20240801, 7), "int32", "holds 0 tokens"),
     ("x_train.bin", header(20240801, 1, 3), "int32", "token file version 1; version 7"),
     ("x_train.bin", b"", None, TO_DO), ("x_train.bin", b"To be, or not to be.\n" * 80, None, TO_DO),
     ("x_train.bin", b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 2), None, TO_DO),  # Megatron's
     ("x_train.npy", np.zeros((2, 3), int), None, "2 x 3 of int64"), ("x_train.npy", np.zeros(9), None, "of float64"),
     ("x_train.npy", np.array([Opened()]), None, "NumPy cannot map it"),
-    ("x_train.npy", np.zeros(0, int), None, "0 tokens"),
+    ("x_train.npy", np.zeros(0, int), None, "asks for 0 tokens"),
     ("x_train.npy", np.array([1, 70000, 2]), None, "token 70000 is outside"),
     ("x_train.npy", NPY[:-1], None, "truncated"), ("x_train.npy", NPY[:50], None, "truncated"),
+    ("x_train.npy", NPY + b"\0", None, "147 bytes, but its header asks for 9 tokens"),
 ])  # fmt: skip
 def test_a_file_that_is_missing_damaged_or_something_else_is_refused(tmp_path, monkeypatch, name, data, raw, said):
     monkeypatch.chdir(tmp_path)

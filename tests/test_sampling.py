@@ -58,18 +58,6 @@ def draws(dev, logits, coins, **how) -> list[int]:
     return dev.to_host(tokens).tolist()
 
 
-def test_the_first_token_whose_cumulative_probability_exceeds_the_coin_is_drawn(dev):
-    weights = np.array([1, 2, 2**-10, 3, 4], np.float32)
-    logits = exact(np.log(weights))
-    edges = np.cumsum(np.exp(logits.astype(np.float64)))
-    edges /= edges[-1]
-    coins, tokens = [0.0, 1 - 2**-24], [0, 4]
-    for token, edge in enumerate(edges[:-1]):
-        coins += [np.floor(edge * 2**24 - 8) / 2**24, np.ceil(edge * 2**24 + 8) / 2**24]
-        tokens += [token, token + 1]
-    assert draws(dev, logits, coins) == tokens
-
-
 MANY, RAMP = np.full(5000, -np.inf), np.arange(100) % 97
 MANY[[7, 4000]] = 0
 

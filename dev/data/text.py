@@ -374,8 +374,8 @@ def main() -> None:
             raise UserError(reason) from None
         with replacing(prefix.with_name(end)) as file:
             file.write(json.dumps(summary, indent=1).encode())
-    made = prefix.parent.glob(f"{glob.escape(out.name)}_*")
-    made = [path for path in made if path.suffix in (".bin", ".json", ".jinja")]
+    there = prefix.parent.glob(f"{glob.escape(out.name)}_*")
+    made = [path for path in there if path.suffix in (".bin", ".json", ".jinja")]
     common.move(sorted(made, key=lambda path: (path.name == end, path)), out.parent, "-o")
     remove_work(work, lock)
     summary = json.loads(out.with_name(end).read_text(encoding="utf-8"))
