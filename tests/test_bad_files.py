@@ -44,6 +44,7 @@ from llmc.run import program
 from llmc.run.logger import Logger, read_log
 from llmc.run.trainer import run_trainer
 from models import write_record
+from support.evaluations import write_evaluation
 from support.folders import write_data
 from train_gpt2_fp32 import GPT2, GPT2Config, train
 
@@ -51,7 +52,6 @@ import numpy as np
 import pytest
 import tokenizers
 from safetensors.numpy import save_file
-from test_evaluation import write_evaluation
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 MEMORY, SECONDS = 1 << 30, 20  # for a file of a few kilobytes; most take a fifth of a second

@@ -17,10 +17,10 @@ from llmc.files.checkpoint import model_path
 from llmc.files.checkpoint_dir import checkpoints, newest_checkpoint, read_record
 from llmc.files.directory import Directory
 from models import TINY, described, write_record
+from support.evaluations import random_examples, write_evaluation
 from support.folders import write_data
 
 import pytest
-from test_evaluation import random_examples, write_evaluation
 
 V, B, T = 257, 2, 16
 FLAGS = f"-i data -b {B} -t {T} -g 0 -v 1 -m 2 --seed 1 --device cpu --checkpoint-dir run --best".split()

@@ -1,33 +1,25 @@
-"""The dataset scripts, run as programs on small files of the formats that they download."""
+"""The dataset scripts on small files of the formats that they download."""
 
 import hashlib
 import json
 import re
-import struct
-import subprocess
-import sys
 import urllib.request
-from pathlib import Path
 
 from conftest import refusal
-from dev.data import shards
+from dev.data import hellaswag, python_docs, shards, text
 from dev.data.common import NoWayBack, download, encode, load_tokenizer
 from device.errors import UserError
 from llmc.data.dataloader import DataLoader
 from llmc.data.find_tokenizer import find_tokenizer, open_tokenizer
-from llmc.data.hf_tokenizer import byte_letters
-from llmc.data.token_file import open_tokens, write_tokens
+from llmc.data.token_file import open_tokens
 from llmc.data.tokenizer import byte_tokenizer, write_tokenizer
+from support.datasets import EOT, byte_level, contents, printed, texts_of
+from support.evaluations import write_evaluation
+from support.server import Server
 
 import numpy as np
 import pytest
 import tokenizers
-from test_download import Server
-from tokenizers import decoders, models, pre_tokenizers
-
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ROOT / "dev" / "data"
-EOT = 256
 
 
 @pytest.fixture
@@ -38,37 +30,21 @@ def tokenizer(tmp_path):
     return tmp_path / "bytes.bin"
 
 
-def run(script, *args, fails=False):
-    result = subprocess.run([sys.executable, SCRIPTS / script, *map(str, args)], capture_output=True, text=True)
-    assert (result.returncode == 1) == fails, result.stderr
-    if fails:
-        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-        return result.stderr
-    return result.stdout
-
-
-def decoded(path):
-    """The texts of a byte-level token file; end-of-text tokens stand before each."""
-    tokens = open_tokens(path)[:]
-    assert tokens[0] == EOT
-    return [bytes(text.astype(np.uint8)[1:]).decode() for text in np.split(tokens, np.flatnonzero(tokens == EOT)[1:])]
-
-
 # Flags and errors
 
 
 @pytest.mark.parametrize("script, flags, words", [
-    ("text.py", ["--field", "a", "--field", "b"], "argument --field: its value is given twice: .* all its values"),
-    ("text.py", ["--val", "0.1", "-o", "p", "--val", "0.2"], "argument --val: its value is given twice"),
-    ("python_docs.py", ["--out", "a", "--out=b"], "argument --out: .*twice"),
-    ("hellaswag.py", ["--tokenizer", "a.bin", "--tokenizer", "a.bin"], "argument --tokenizer: .*twice"),
-    ("python_docs.py", ["--out", "a", __file__, "b"], "unrecognized arguments: .* pattern, put it in quotes"),
-    ("text.py", ["--val", "9" * 5000], "argument --val: 99.* below 1; --help"),
+    (text, ["--field", "a", "--field", "b"], "argument --field: its value is given twice: .* all its values"),
+    (text, ["--val", "0.1", "-o", "p", "--val", "0.2"], "argument --val: its value is given twice"),
+    (hellaswag, ["--tokenizer", "a.bin", "--tokenizer=a.bin"], "argument --tokenizer: .*twice"),
+    (python_docs, ["--out", "a", __file__, "b"], "unrecognized arguments: .* pattern, put it in quotes"),
+    (text, ["--val", "9" * 5000], "argument --val: 99.* below 1; --help"),
 ])  # fmt: skip
-def test_a_wrong_flag_is_one_line_of_at_most_500_characters(tmp_path, script, flags, words):
-    result = subprocess.run([sys.executable, SCRIPTS / script, *flags], capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 2 and re.match(f"error: {words}", result.stderr) and not list(tmp_path.iterdir())
-    assert result.stderr.count("\n") == 1 and len(result.stderr) <= 500
+def test_a_wrong_flag_is_one_line_of_at_most_500_characters(capsys, script, flags, words):
+    with pytest.raises(SystemExit, match="^2$"):
+        printed(script, *flags)
+    said = capsys.readouterr().err
+    assert re.match(f"error: {words}", said) and said.count("\n") == 1 and len(said) <= 500
 
 
 def test_an_error_without_its_middle_keeps_the_remedy():
@@ -84,25 +60,25 @@ def test_python_docs_hold_every_topic_and_their_tokenizer_belongs_to_them(tmp_pa
     from pydoc_data.topics import topics
 
     prefix = tmp_path / "data" / "python_docs"
-    run("python_docs.py", "--out", prefix)
+    printed(python_docs, "--out", prefix)
     train, val = (open_tokens(f"{prefix}_{split}.bin")[:] for split in ("train", "val"))
     assert 0.095 < val.size / (train.size + val.size) < 0.105
-    write_tokens(tmp_path / "all.bin", np.concatenate([train, val]))
-    assert decoded(tmp_path / "all.bin") == [topics[name] for name in sorted(topics)]
+    assert texts_of(np.concatenate([train, val])) == [topics[name] for name in sorted(topics)]
     path = find_tokenizer(prefix)
     assert path == prefix.with_name("python_docs_tokenizer.bin")
     assert open_tokenizer(path).eot == EOT and open_tokenizer(path).vocab_size == 257
-    DataLoader(prefix, "train", 12, 64, 257)
-    DataLoader(prefix, "val", 12, 64, 257)
+    for split in "train", "val":
+        DataLoader(prefix, split, 12, 64, 257)
 
 
-@pytest.mark.parametrize("name", ["pd_tokenizer.bin", "pd_train.bin", "pd_val.bin"])
-def test_python_docs_replace_no_file_of_somebody_else(tmp_path, name):
-    run("python_docs.py", "--out", tmp_path / "pd")
-    run("python_docs.py", "--out", tmp_path / "pd")
-    (tmp_path / name).write_bytes(b"mine")
-    message = run("python_docs.py", "--out", tmp_path / "pd", fails=True)
-    assert f"{name} belongs to another dataset" in message and (tmp_path / name).read_bytes() == b"mine"
+def test_python_docs_replace_no_file_of_somebody_else(tmp_path):
+    for _ in range(2):
+        printed(python_docs, "--out", tmp_path / "pd")
+    for name, own in contents(tmp_path).items():
+        (tmp_path / name).write_bytes(b"mine")
+        assert f"{name} belongs to another dataset" in refusal(printed, python_docs, "--out", tmp_path / "pd")
+        assert (tmp_path / name).read_bytes() == b"mine"
+        (tmp_path / name).write_bytes(own)
 
 
 # Downloads
@@ -110,35 +86,32 @@ def test_python_docs_replace_no_file_of_somebody_else(tmp_path, name):
 
 @pytest.fixture
 def server():
-    server = Server({"text.txt": b""})
-    yield server
-    server.shutdown()
-    server.server_close()
+    with Server({"text.txt": b""}) as server:
+        yield server
 
 
-def download_text(server, folder, answer: tuple, sha256: str) -> None:
-    """Downloads text.txt. answer: status, body, and what the server says the body's length is, -1 where nothing."""
+def download_text(server, path, answer: tuple, sha256: str) -> None:
+    """answer: status, body, and the length that the server names."""
     server.answers["text.txt"] = [lambda whole, start: answer]
-    download(f"{server.url}/text.txt", folder / "text.txt", sha256)
+    download(f"{server.url}/text.txt", path, sha256)
 
 
 def test_a_download_arrives_whole_and_is_not_repeated(server, tmp_path):
-    path = tmp_path / "data" / "text.txt"
-    body = bytes(range(256)) * 1000
+    path, body = tmp_path / "data" / "text.txt", bytes(range(256)) * 1000
     for length in len(body), -1:
         for _ in range(2):
-            download_text(server, path.parent, (200, body, length), hashlib.sha256(body).hexdigest())
+            download_text(server, path, (200, body, length), hashlib.sha256(body).hexdigest())
             assert path.read_bytes() == body
         path.unlink()
     assert len(server.requests) == 2
 
 
-@pytest.mark.parametrize("status, body, length", [
-    (404, b"page", 4), (500, b"", 0), (200, b"x" * 500, 1000), (200, b"x", 1),
+@pytest.mark.parametrize("answer, wanted", [
+    ((404, b"page", 4), b"page"), ((500, b"", 0), b""), ((200, b"x" * 500, 1000), b"x" * 500), ((200, b"x", 1), b"y"),
 ])  # fmt: skip
-def test_a_download_that_fails_breaks_off_or_is_of_another_file_leaves_nothing(server, tmp_path, status, body, length):
-    with pytest.raises(UserError, match="again"):
-        download_text(server, tmp_path, (status, body, length), hashlib.sha256(b"y").hexdigest())
+def test_a_download_that_fails_breaks_off_or_is_of_another_file_leaves_nothing(server, tmp_path, answer, wanted):
+    sha256 = hashlib.sha256(wanted).hexdigest()
+    assert "again" in refusal(download_text, server, tmp_path / "text.txt", answer, sha256)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,48 +137,32 @@ def test_hellaswag_has_the_layout_of_llm_c(tmp_path, tokenizer):
     out.parent.mkdir()
     out.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")  # as if it had been downloaded
     for _ in range(2):
-        assert "3 examples" in run("hellaswag.py", "--tokenizer", tokenizer, "--out", out)
+        assert "3 examples" in printed(hellaswag, "--tokenizer", tokenizer, "--out", out)
 
-    data = out.read_bytes()
-    header = struct.unpack("<256i", data[:1024])
-    stream = list(struct.unpack(f"<{(len(data) - 1024) // 2}H", data[1024:]))
-    longest = 0
-    for number, line in enumerate(lines):
-        example = json.loads(line)
-        start, size, index, label, num_endings, length, *rest = stream[: stream[1] // 2]
-        assert (start, index, label, num_endings) == (65535, number, int(example["label"]), 4)
-        for text in [example["ctx"], *(f" {ending}" for ending in example["endings"])]:
-            tokens, rest = rest[:length], rest[length:]
-            assert bytes(tokens).decode() == text
-            length, rest = (rest[0], rest[1:]) if rest else (None, [])
-        assert length is None
-        longest = max(longest, size)
-        stream = stream[size // 2 :]
-    assert stream == []
-    assert header == (20240522, 1, 3, longest) + (0,) * 252
+    wanted = [
+        (int(example["label"]), [*example["ctx"].encode()], [[*f" {ending}".encode()] for ending in example["endings"]])
+        for example in map(json.loads, lines)
+    ]
+    write_evaluation(tmp_path / "wanted.bin", wanted)
+    assert out.read_bytes() == (tmp_path / "wanted.bin").read_bytes()
     out.write_bytes(b"mine")
-    assert "belongs to another" in run("hellaswag.py", "--tokenizer", tokenizer, "--out", out, fails=True)
+    assert "belongs to another" in refusal(printed, hellaswag, "--tokenizer", tokenizer, "--out", out)
     assert out.read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        (hellaswag_line(4), "label 4"),
-        (hellaswag_line(endings=["a", "b", "c"]), "3 endings"),
-        ("<!DOCTYPE html>", "not a HellaSwag example"),
-    ],
-)
+@pytest.mark.parametrize("line, words", [
+    (hellaswag_line(4), "label 4"), (hellaswag_line(endings=["a", "b", "c"]), "3 endings"),
+    ("<!DOCTYPE html>", "not a HellaSwag example"),
+])  # fmt: skip
 def test_a_line_that_is_no_example_is_refused_by_its_number(tmp_path, tokenizer, line, words):
     (tmp_path / "h.jsonl").write_text(f"{hellaswag_line()}\n{line}\n")
-    message = run("hellaswag.py", "--tokenizer", tokenizer, "--out", tmp_path / "h.bin", fails=True)
-    assert "h.jsonl, line 2" in message and words in message
-    assert not (tmp_path / "h.bin").exists()
+    message = refusal(printed, hellaswag, "--tokenizer", tokenizer, "--out", tmp_path / "h.bin")
+    assert "h.jsonl, line 2" in message and words in message and not (tmp_path / "h.bin").exists()
 
 
 def test_hellaswag_refuses_a_vocabulary_beyond_16_bits_at_once(tmp_path):
     write_tokenizer(tmp_path / "large.bin", [*byte_tokenizer().tokens, *[b"unused"] * 70_000], EOT)
-    message = run("hellaswag.py", "--tokenizer", tmp_path / "large.bin", "--out", tmp_path / "h.bin", fails=True)
+    message = refusal(printed, hellaswag, "--tokenizer", tmp_path / "large.bin", "--out", tmp_path / "h.bin")
     assert "large.bin: 70257 tokens" in message and "16 bits" in message
 
 
@@ -214,10 +171,8 @@ def test_hellaswag_refuses_a_vocabulary_beyond_16_bits_at_once(tmp_path):
 
 def test_every_script_says_that_a_normalizer_changes_its_texts(tmp_path, tokenizer, capsys):
     assert load_tokenizer(tokenizer).normalizer is None and capsys.readouterr().out == ""
-    library = tokenizers.Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(byte_letters())}, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder, library.normalizer = decoders.ByteLevel(), tokenizers.normalizers.NFC()
-    library.add_special_tokens(["<|endoftext|>"])
+    library = byte_level("<|endoftext|>")
+    library.normalizer = tokenizers.normalizers.NFC()
     library.save(str(tmp_path / "nfc.json"))
     changing = load_tokenizer(tmp_path / "nfc.json")
     said = capsys.readouterr().out
@@ -231,54 +186,23 @@ def test_every_script_says_that_a_normalizer_changes_its_texts(tmp_path, tokeniz
 
 @pytest.fixture
 def texts(rng):
-    return [rng.integers(0, 257, size) for size in rng.integers(0, 60, 300)]
-
-
-def write_shards(texts, prefix, shard_tokens=1000):
-    prefix.parent.mkdir(exist_ok=True)
-    writer = shards.ShardWriter(prefix, "train", shard_tokens, 257)
-    for item, tokens in enumerate(texts):
-        writer.add(item, tokens)
-    writer.finish(len(texts))
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return [rng.integers(0, 257, size) for size in rng.integers(0, 60, 40)]
 
 
 @pytest.mark.parametrize("shard_tokens", [11, 64, 1000, 9999])
 def test_shards_of_any_size_hold_all_texts_in_order(texts, tmp_path, shard_tokens):
-    out = tmp_path / "out" / "web"
-    write_shards(texts, out, shard_tokens)
-    found = [open_tokens(path)[:] for path in sorted(out.parent.glob("web_train_*.bin"))]
+    shards.write_shards(texts, tmp_path / "web", "train", shard_tokens, 257)
+    found = [open_tokens(path)[:] for path in sorted(tmp_path.glob("web_train_*.bin"))]
     assert [len(tokens) for tokens in found[:-1]] == [shard_tokens] * (len(found) - 1)
     assert 0 < found[-1].size <= shard_tokens
     assert np.concatenate(found).tolist() == np.concatenate(texts).tolist()
 
 
-def test_an_interrupted_run_goes_on_to_the_same_shards(texts, tmp_path, monkeypatch):
-    write_shards(texts, tmp_path / "whole" / "web")
-    whole = contents(tmp_path / "whole")
-
-    write_tokens = shards.write_tokens
-    for stop_after in range(10**6):
-        written = 0
-
-        def stopping(*args, stop_after=stop_after):
-            nonlocal written
-            if written == 1 + stop_after % 2:
-                raise KeyboardInterrupt
-            written += 1
-            write_tokens(*args)
-
-        monkeypatch.setattr(shards, "write_tokens", stopping)
-        try:
-            write_shards(texts, tmp_path / "parts" / "web")
-            break
-        except KeyboardInterrupt:
-            assert contents(tmp_path / "parts") != whole
-    assert stop_after >= 4
-    assert contents(tmp_path / "parts") == whole
-
-    monkeypatch.setattr(shards, "write_tokens", None)  # done: nothing is written any more
-    write_shards(texts, tmp_path / "parts" / "web")
+def test_a_run_that_was_stopped_writes_the_shards_that_are_missing(texts, tmp_path, monkeypatch):
+    shards.write_shards(texts, tmp_path / "web", "train", 100, 257)
+    whole, write_tokens, written = contents(tmp_path), shards.write_tokens, []
+    for name in sorted(whole)[5:]:
+        (tmp_path / name).unlink()
+    monkeypatch.setattr(shards, "write_tokens", lambda *args: written.append(args[0].name) or write_tokens(*args))
+    shards.write_shards(texts, tmp_path / "web", "train", 100, 257)
+    assert contents(tmp_path) == whole and written == sorted(whole)[5:]

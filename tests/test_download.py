@@ -5,32 +5,19 @@ import os
 import re
 import shutil
 import subprocess
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from dev.debug_state import DebugState, read_debug_state, write_debug_state
-from llmc.data.find_tokenizer import open_tokenizer
-from llmc.data.token_file import open_tokens, write_tokens
-from llmc.data.tokenizer import write_tokenizer
-from llmc.files.model_file import read_model, write_model
-from llmc.model.tensors import num_parameters
-from train_gpt2_fp32 import GPT2Config
+from support.server import Answer, Server
 
-import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "dev" / "download_starter_pack.sh"
-TINY = GPT2Config(max_seq_len=8, vocab_size=50, num_layers=2, num_heads=2, channels=6)
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "dev" / "download_starter_pack.sh"
 PACK = {
-    "tiny_shakespeare_val.bin": "data",
-    "tiny_shakespeare_train.bin": "data",
-    "gpt2_tokenizer.bin": ".",
-    "gpt2_124M.bin": ".",
-    "gpt2_124M_debug_state.bin": ".",
-}
-
-ROOT = SCRIPT.parents[1]
+    "tiny_shakespeare_val.bin": "data/", "tiny_shakespeare_train.bin": "data/", "gpt2_tokenizer.bin": "",
+    "gpt2_124M.bin": "", "gpt2_124M_debug_state.bin": "",
+}  # fmt: skip
+MODEL, HALF = "gpt2_124M.bin", 1500
 
 pytestmark = pytest.mark.skipif(not (shutil.which("curl") and shutil.which("bash")), reason="needs bash and curl")
 
@@ -43,213 +30,112 @@ def test_the_base_image_and_the_actions_are_pinned_and_the_workflow_may_only_rea
         assert all(re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", used) for used in re.findall("uses: (.*)", text))
 
 
-class Server(ThreadingHTTPServer):
-    """Serves `files`, ranges included. A request for a path in `answers` gets that answer instead, once each."""
-
-    def __init__(self, files):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.answers, self.requests = files, {}, []
-        self.url = f"http://127.0.0.1:{self.server_port}/main"
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        name = self.path.rpartition("/")[2]
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
-        self.server.requests.append((name, start))
-        answers = self.server.answers.get(name)
-        status, body, length = answers.pop(0)(self.server.files[name], start) if answers else (None, None, None)
-        if status is None:
-            whole = self.server.files[name]
-            if start >= len(whole):
-                status, body = 416, b""
-            else:
-                status, body = (206 if start else 200), whole[start:]
-        self.send_response(status)
-        if status == 206:
-            self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{start + len(body)}")
-        if length != -1:
-            self.send_header("Content-Length", str(length or len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
-
-
-def error_page(status):
-    return lambda whole, start: (status, b"<!DOCTYPE html><title>Sorry</title>" * 40, None)
-
-
-def broken_off(whole, start):
-    """Says how much there is, and hangs up halfway."""
-    rest = whole[start:]
-    return (206 if start else 200), rest[: len(rest) // 2], len(rest)
+@pytest.fixture
+def server(rng):
+    with Server({name: rng.bytes(2 * HALF) for name in PACK}) as server:
+        yield server
 
 
 @pytest.fixture
-def pack(tmp_path, rng):
-    """The five files, small but of the right formats."""
-    folder = tmp_path / "pack"
-    folder.mkdir()
-    write_tokens(folder / "tiny_shakespeare_val.bin", rng.integers(0, 50, 300))
-    write_tokens(folder / "tiny_shakespeare_train.bin", rng.integers(0, 50, 3001))
-    tokens = [rng.bytes(size) for size in rng.integers(1, 255, 50)]
-    write_tokenizer(folder / "gpt2_tokenizer.bin", tokens, 49)
-    n = num_parameters(TINY)
-    write_model(folder / "gpt2_124M.bin", TINY, rng.standard_normal(n).astype(np.float32))
-    x = np.zeros((2, 3), np.int32)
-    write_debug_state(folder / "gpt2_124M_debug_state.bin", DebugState(x, x, np.zeros((2, 3, 50)), 1.0, np.zeros(n)))
-    return folder
-
-
-@pytest.fixture
-def server(pack):
-    server = Server({name: (pack / name).read_bytes() for name in PACK})
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture
-def root(tmp_path, pack):
-    """A repository with nothing but the script in it, which expects the SHA-256 of the small files."""
-    (tmp_path / "repository" / "dev").mkdir(parents=True)
+def root(tmp_path, server):
+    """A repository with nothing but the script in it, which expects the SHA-256 of the server's files."""
     text = SCRIPT.read_text()
-    for name in PACK:
-        own = hashlib.sha256((pack / name).read_bytes()).hexdigest()
+    for name, data in server.files.items():
+        own = hashlib.sha256(data).hexdigest()
         text, count = re.subn(rf"( {re.escape(name)}) [0-9a-f]{{64}}\n", rf"\1 {own}\n", text)
         assert count == 1
-    (tmp_path / "repository" / "dev" / SCRIPT.name).write_text(text)
-    return tmp_path / "repository"
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / SCRIPT.name).write_text(text)
+    return tmp_path
 
 
-def run(root, url, *args):
+def run(root: Path, url: str, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     return subprocess.run(
-        ["bash", "dev/download_starter_pack.sh", *args], cwd=root, env=environment | {"LLMC_STARTER_PACK_URL": url},
-        capture_output=True, text=True, timeout=60,
-    )
+        ["bash", "dev/download_starter_pack.sh"], cwd=root, capture_output=True, text=True, timeout=60,
+        env=environment | {"LLMC_STARTER_PACK_URL": url, "PATH": path},
+    )  # fmt: skip
 
 
-def files(root):
-    return {
-        str(path.relative_to(root)): path.read_bytes()
-        for path in root.rglob("*") if path.is_file() and path.parent.name != "dev"
-    }
-
-
-def whole_pack(server):
-    return {os.path.normpath(f"{folder}/{name}"): server.files[name] for name, folder in PACK.items()}
-
-
-def last_line(result):
-    return result.stderr.strip().splitlines()[-1]
-
-
-def test_the_files_arrive_where_the_defaults_look_and_load(root, server):
+def assert_completes(root: Path, server: Server) -> str:
+    """Runs the script. Returns what it prints."""
     result = run(root, server.url)
     assert result.returncode == 0, result.stderr
-    assert files(root) == whole_pack(server)
-    config, _ = read_model(root / "gpt2_124M.bin", GPT2Config)
-    assert config == TINY
-    read_debug_state(root / "gpt2_124M_debug_state.bin", config)
-    assert open_tokenizer(root / "gpt2_tokenizer.bin").vocab_size == 50
-    assert open_tokens(root / "data" / "tiny_shakespeare_train.bin").size == 3001
+    assert files(root) == {f"{PACK[name]}{name}": data for name, data in server.files.items()}
+    return result.stdout
 
 
-def test_a_second_run_fetches_nothing(root, server):
-    run(root, server.url)
+def files(root: Path) -> dict[str, bytes]:
+    found = (path for path in root.rglob("*") if path.is_file() and path.name != SCRIPT.name)
+    return {str(path.relative_to(root)): path.read_bytes() for path in found}
+
+
+def test_the_files_arrive_where_the_defaults_look_and_a_second_run_fetches_nothing(root, server):
+    assert_completes(root, server)
     server.requests.clear()
+    assert assert_completes(root, server).count("is there already") == 5 and server.requests == []
+
+
+def not_found(whole: bytes, start: int) -> Answer:
+    return 404, b"<!DOCTYPE html><title>Sorry</title>" * 40, None
+
+
+def broken_off(whole: bytes, start: int) -> Answer:
+    """Says how much there is, and hangs up halfway."""
+    return 200, whole[:HALF], len(whole)
+
+
+def changed(whole: bytes, start: int) -> Answer:
+    return 200, whole[:-1] + bytes([whole[-1] ^ 1]), None
+
+
+@pytest.mark.parametrize("name, part, answer, said, left", [
+    *((name, 0, changed, "what the server sent is bad: its SHA-256 is not", 0) for name in PACK),
+    ("gpt2_tokenizer.bin", 0, not_found, "the server answered 404", 0),
+    (MODEL, 0, broken_off, "run this again to go on", HALF), (MODEL, 700, not_found, "the server answered 404", 700),
+])  # fmt: skip
+def test_a_run_that_fails_says_why_and_the_next_one_goes_on_with_the_part_that_is_left(
+    root, server, name, part, answer, said, left
+):
+    half = root / f"{PACK[name]}{name}.part"
+    if part:
+        half.write_bytes(server.files[name][:part])
+    server.answers[name] = [answer]
     result = run(root, server.url)
-    assert result.returncode == 0 and server.requests == []
-    assert result.stdout.count("is there already") == 5
-
-
-def test_an_error_status_is_an_error_and_leaves_nothing_behind(root, server):
-    server.answers["gpt2_tokenizer.bin"] = [error_page(404)] * 9
-    result = run(root, server.url)
-    assert result.returncode == 1
-    assert "error: " in last_line(result) and "gpt2_tokenizer.bin" in last_line(result)
-    assert sorted(files(root)) == ["data/tiny_shakespeare_train.bin", "data/tiny_shakespeare_val.bin"]
-
-
-def test_a_transfer_that_breaks_off_is_resumed_by_the_next_run(root, server):
-    server.answers["gpt2_124M.bin"] = [broken_off]
-    result = run(root, server.url)
-    assert result.returncode == 1 and "run this again to go on" in last_line(result)
-    half = len(server.files["gpt2_124M.bin"]) // 2
-    assert not (root / "gpt2_124M.bin").exists()
-    assert (root / "gpt2_124M.bin.part").stat().st_size == half
+    last_line = result.stderr.strip().splitlines()[-1]
+    assert result.returncode == 1 and "error: " in last_line and f"/{name}: " in last_line and said in last_line
+    assert files(root).get(f"{PACK[name]}{name}.part", b"") == server.files[name][:left]
+    assert not (root / PACK[name] / name).exists() and len(files(root)) == list(PACK).index(name) + bool(left)
     server.requests.clear()
-    assert run(root, server.url).returncode == 0
-    assert server.requests[0] == ("gpt2_124M.bin", half)
-    assert files(root) == whole_pack(server)
+    assert_completes(root, server)
+    assert server.requests[0] == (name, left)
 
 
-@pytest.mark.parametrize("part", [b"<!DOCTYPE html>" * 99, b"x" * 10**6, b""], ids=["page", "too long", "empty"])
-def test_a_part_that_cannot_be_gone_on_with_is_fetched_anew(root, server, part):
-    (root / "gpt2_124M.bin.part").write_bytes(part)
-    result = run(root, server.url)
-    assert result.returncode == 0, result.stderr
-    assert files(root) == whole_pack(server)
+def of_another_version(whole: bytes) -> bytes:
+    """It begins like the file and is shorter, so only the checksum tells."""
+    return whole[:500] + bytes([whole[500] ^ 1]) + whole[501:HALF]
+
+
+def without_ranges(whole: bytes, start: int) -> Answer:
+    return 200, whole, None
+
+
+@pytest.mark.parametrize("part, answers, said", [
+    (lambda whole: b"<!DOCTYPE html>" * 99, [], "of another file or version"),
+    (lambda whole: b"x" * 10**6, [], ""), (lambda whole: b"", [], ""),
+    (of_another_version, [], "of another file or version"), (lambda whole: whole[:HALF], [without_ranges] * 2, ""),
+], ids=["page", "too long", "empty", "version", "no ranges"])  # fmt: skip
+def test_a_part_that_cannot_be_gone_on_with_is_fetched_anew(root, server, part, answers, said):
+    (root / f"{MODEL}.part").write_bytes(part(server.files[MODEL]))
+    server.answers[MODEL] = answers
+    assert said in assert_completes(root, server)
 
 
 def test_without_a_connection_the_exit_status_is_1(root, server):
     server.shutdown()
     server.server_close()
     result = run(root, server.url)
-    assert result.returncode == 1 and "cannot be fetched" in last_line(result)
-    assert files(root) == {}
-
-
-def without_ranges(whole, start):
-    return 200, whole, None
-
-
-def test_a_server_that_is_down_for_a_while_costs_no_progress(root, server):
-    part = server.files["gpt2_124M.bin"][:2000]
-    (root / "gpt2_124M.bin.part").write_bytes(part)
-    server.answers["gpt2_124M.bin"] = [error_page(404)]
-    result = run(root, server.url)
-    assert result.returncode == 1 and "the server answered 404" in last_line(result)
-    assert files(root)["gpt2_124M.bin.part"] == part
-    assert run(root, server.url).returncode == 0
-    assert server.requests[-2] == ("gpt2_124M.bin", 2000)
-    assert files(root) == whole_pack(server)
-
-
-def test_a_server_without_ranges_sends_all_again(root, server):
-    (root / "gpt2_124M.bin.part").write_bytes(server.files["gpt2_124M.bin"][:2000])
-    server.answers["gpt2_124M.bin"] = [without_ranges] * 2
-    result = run(root, server.url)
-    assert result.returncode == 0, result.stderr
-    assert files(root) == whole_pack(server)
-
-
-def test_a_part_of_another_version_is_not_mixed_with_this_one(root, server):
-    """It begins like the file and is shorter, so only the checksum tells."""
-    part = bytearray(server.files["gpt2_124M.bin"][:2000])
-    part[1500] ^= 1
-    (root / "gpt2_124M.bin.part").write_bytes(part)
-    result = run(root, server.url)
-    assert result.returncode == 0 and "of another file or version" in result.stdout, result.stderr
-    assert files(root) == whole_pack(server)
-
-
-def changed(whole, start):
-    return 200, whole[:-1] + bytes([whole[-1] ^ 1]), None
-
-
-@pytest.mark.parametrize("name", PACK)
-def test_a_file_with_another_byte_is_refused(root, server, name):
-    server.answers[name] = [changed]
-    result = run(root, server.url)
-    assert result.returncode == 1 and f"{name}: what the server sent is bad: its SHA-256 is not" in last_line(result)
-    assert not any(name in file for file in files(root))
-    assert run(root, server.url).returncode == 0
-    assert files(root) == whole_pack(server)
+    assert result.returncode == 1 and "cannot be fetched" in result.stderr.splitlines()[-1] and files(root) == {}
 
 
 def test_only_https_is_used_also_after_a_redirect(root, tmp_path):
@@ -257,8 +143,5 @@ def test_only_https_is_used_also_after_a_redirect(root, tmp_path):
     (tmp_path / "curl").write_text('#!/bin/sh\necho "$*" >&2\nexit 7\n')
     (tmp_path / "curl").chmod(0o755)
     for url, schemes in ("", "=https"), ("https://a.example", "=https"), ("http://a.example", "=http,https"):
-        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LLMC_STARTER_PACK_URL": url}
-        command = ["bash", "dev/download_starter_pack.sh"]
-        result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-        assert result.returncode == 1
-        assert f"--proto {schemes} --proto-redir {schemes} " in result.stderr
+        result = run(root, url, f"{tmp_path}:{os.environ['PATH']}")
+        assert result.returncode == 1 and f"--proto {schemes} --proto-redir {schemes} " in result.stderr

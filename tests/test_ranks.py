@@ -24,6 +24,7 @@ from llmc.run.arguments import parse_arguments
 from llmc.run.logger import read_log
 from llmc.run.stop import StopRequest
 from models import TINY
+from support.evaluations import random_examples, write_evaluation
 from support.folders import V, make_folder
 from support.ranks import (
     FLAGS,
@@ -51,7 +52,6 @@ from train_gpt2_fp32 import GPT2Config
 
 import numpy as np
 import pytest
-from test_evaluation import random_examples, write_evaluation
 
 __all__ = ["folder"]  # a fixture
 BATCHES = 12 if GPUS > 3 else 6  # a step, which 1, 2 and 3 ranks can share, and 4 where there are so many GPUs

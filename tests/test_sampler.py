@@ -5,6 +5,13 @@ from llmc.step.sampler import Sampler, samplers_of
 import numpy as np
 
 
+def assert_uniform(coins, bins: int) -> None:
+    """That each bin has its share, within five standard deviations of the binomial distribution."""
+    counts, _ = np.histogram(coins, bins, (0, 1))
+    share = 1 / bins
+    assert abs(counts - len(coins) * share).max() < 5 * (len(coins) * share * (1 - share)) ** 0.5
+
+
 def test_the_first_numbers_from_llm_cs_seed():
     """Worked out by a C program, whose 64-bit integers wrap by themselves."""
     sampler = Sampler(1337)
@@ -15,27 +22,16 @@ def test_the_first_numbers_from_llm_cs_seed():
 
 def test_coins_are_exact_in_fp32_and_below_one():
     sampler, same = Sampler(1337), Sampler(1337)
-    coins = []
-    for _ in range(20000):
-        number, coin = same.random_u32(), sampler.random_f32()
-        assert coin == (number >> 8) / 16777216 == float(np.float32(coin))
-        coins.append(coin)
+    coins = [sampler.random_f32() for _ in range(20000)]
+    assert coins == [(same.random_u32() >> 8) / 16777216 for _ in coins] == np.float32(coins).tolist()
     assert 0 <= min(coins) and max(coins) < 1
-    # The mean of n uniform numbers has a standard deviation of sqrt(1 / 12 n) = 0.002; five of them.
-    assert abs(np.mean(coins) - 0.5) < 0.01
-    counts, _ = np.histogram(coins, 20, (0, 1))
-    assert counts.min() > 1000 - 5 * 31 and counts.max() < 1000 + 5 * 31  # binomial: sqrt(20000 / 20 * 19 / 20) = 31
+    assert_uniform(coins, 20)
 
 
-def test_seed_zero_gives_coins_too():
-    sampler = Sampler(0)
-    assert len({sampler.random_f32() for _ in range(100)}) == 100
-
-
-def test_the_first_sample_has_the_generator_of_the_seed_and_the_others_their_own():
-    samplers = samplers_of(1337, 100)
-    assert samplers[0].state == Sampler(1337).state
-    assert len({sampler.random_f32() for sampler in samplers}) == 100
-    coins = [samplers_of(seed, 2)[1].random_f32() for seed in range(2000)]
-    counts, _ = np.histogram(coins, 10, (0, 1))
-    assert abs(counts - 200).max() < 5 * 200**0.5
+def test_every_sample_has_a_generator_of_its_own_and_the_first_that_of_the_seed():
+    for seed in 0, 1337:
+        samplers = samplers_of(seed, 100)
+        assert samplers[0].state == Sampler(seed).state
+        assert len({sampler.random_f32() for sampler in samplers}) == 100
+        assert len({samplers[0].random_f32() for _ in range(100)}) == 100
+    assert_uniform([samplers_of(seed, 2)[1].random_f32() for seed in range(2000)], 10)

@@ -21,12 +21,12 @@ from llmc.run.logger import read_log
 from llmc.run.schedule import LearningRateSchedule
 from llmc.run.settings import Settings, resumed_flags
 from models import TINY, described
+from support.evaluations import write_evaluation
 from support.folders import V, checkpoint_bytes, make_folder, samples_of, steps_of
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
 import pytest
-from test_evaluation import write_evaluation
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["-i", "data", "-b", "2", "-t", "16"]

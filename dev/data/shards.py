@@ -1,11 +1,10 @@
 """Large sets of texts: those that Hugging Face has, and how their tokens are written as shards, which may be stopped at
 any point and goes on from there."""
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from dev.data.common import library, refuse_to_replace
 from device.errors import UserError, counted, first_line, say
 from llmc.data.token_file import token_format, write_tokens
 from llmc.files.directory import Lock, why
-from llmc.files.files import replacing
 
 import numpy as np
 
@@ -74,49 +72,25 @@ def load_texts(name: str, split: str, config: str | None, fields: Iterable[str])
     return texts
 
 
-class ShardWriter:
-    """Writes the tokens of items, such as texts, as `<prefix>_<split>_<number>.bin`, each of shard_tokens tokens but
-    the last, and beside them `<prefix>_<split>.progress.json`, by which a run that was stopped goes on:
+def write_shards(texts: Iterable[np.ndarray], prefix: Path, split: str, shard_tokens: int, vocab_size: int) -> None:
+    """Writes the tokens of texts as `<prefix>_<split>_<number>.bin`, each of shard_tokens tokens but the last. A shard
+    that is there stays, so a run that was stopped goes on at the first that is missing."""
+    for number, tokens in enumerate(in_shards(texts, shard_tokens, token_format(vocab_size)[2])):
+        path = prefix.with_name(f"{prefix.name}_{split}_{number:06d}.bin")
+        if not path.exists():
+            write_tokens(path, tokens, vocab_size)
+            print(f"{path}: {counted(tokens.size, 'token')}", flush=True)
 
-    "done", "skip"   the shards hold so many items, and of the one after them so many tokens
-    "shards"         how many there are
 
-    shard_tokens and vocab_size are each time the same for a prefix. done: items that are not needed any more.
-    """
-
-    def __init__(self, prefix: Path, split: str, shard_tokens: int, vocab_size: int) -> None:
-        self.prefix, self.split, self.shard_tokens, self.vocab_size = prefix, split, shard_tokens, vocab_size
-        self.dtype = token_format(vocab_size)[2]
-        self.progress_file = prefix.with_name(f"{prefix.name}_{split}.progress.json")
-        progress = json.loads(self.progress_file.read_text("utf-8")) if self.progress_file.exists() else {}
-        self.done, self.skip, self.shards = (progress.get(name, 0) for name in ("done", "skip", "shards"))
-        self.pending: list[np.ndarray] = []  # tokens that are in no shard yet
-        self.pending_size = 0
-
-    def add(self, item: int, tokens: np.ndarray) -> None:
-        """Takes the tokens of the next item, all of them; those that a shard holds already are left out."""
-        if item < self.done:
-            return
-        at = self.skip if item == self.done else 0
-        while at < tokens.size:
-            piece = tokens[at : at + self.shard_tokens - self.pending_size]
-            at += piece.size
-            self.pending.append(piece)
-            self.pending_size += piece.size
-            if self.pending_size == self.shard_tokens:
-                self._write(*((item, at) if at < tokens.size else (item + 1, 0)))
-
-    def finish(self, items: int) -> None:
-        """Writes what is left. items: how many there are in all."""
-        if self.pending_size:
-            self._write(items, 0)
-
-    def _write(self, done: int, skip: int) -> None:
-        tokens = np.concatenate(self.pending)
-        path = self.prefix.with_name(f"{self.prefix.name}_{self.split}_{self.shards:06d}.bin")
-        write_tokens(path, tokens, self.vocab_size)
-        self.pending, self.pending_size = [], 0
-        self.done, self.skip, self.shards = done, skip, self.shards + 1
-        with replacing(self.progress_file) as file:
-            file.write(json.dumps({"done": done, "skip": skip, "shards": self.shards}).encode())
-        print(f"{path}: {counted(tokens.size, 'token')}", flush=True)
+def in_shards(texts: Iterable[np.ndarray], shard_tokens: int, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """The tokens of texts, so many at a time."""
+    held, free = [], shard_tokens
+    for text in texts:
+        while text.size:
+            held.append(text[:free].astype(dtype))
+            text, free = text[free:], free - held[-1].size
+            if not free:
+                yield np.concatenate(held)
+                held, free = [], shard_tokens
+    if held:
+        yield np.concatenate(held)

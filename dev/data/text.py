@@ -30,7 +30,7 @@ os.environ.setdefault("TQDM_MININTERVAL", "2")
 
 from dev.data import common
 from dev.data.documents import KINDS, UNDECODABLE, UNDECODABLE_REMEDY, File, documents
-from dev.data.shards import ShardWriter, load_texts, open_work, remove_work
+from dev.data.shards import load_texts, open_work, remove_work, write_shards
 from device.errors import UserError, counted, first_line, say
 from llmc.data.find_tokenizer import model_tokenizers, named_tokenizer, open_tokenizer
 from llmc.data.hf_tokenizer import MAX_VOCAB_SIZE, read_json
@@ -309,10 +309,8 @@ def make(args: argparse.Namespace, files: list[File], given: Tokenizer | None, p
         if tokenizer.bos == tokenizer.eot:
             first &= np.diff(kept[which], prepend=-1) == 1
         tokens[which] -= first + last
-        writer = ShardWriter(prefix, split, args.shard_tokens, tokenizer.vocab_size)
-        for item, ids in enumerate(tokens_of(done, which)):
-            writer.add(item, ids[first[item] : len(ids) - last[item]].astype(writer.dtype))
-        writer.finish(len(which))
+        texts = (ids[a : len(ids) - b] for ids, a, b in zip(tokens_of(done, which), first, last, strict=True))
+        write_shards(texts, prefix, split, args.shard_tokens, tokenizer.vocab_size)
         for name, of in ("documents", np.ones_like(sizes)), ("bytes", sizes), ("tokens", tokens):
             summary.setdefault(name, {})[split] = int(of[which].sum())
     special = sum((Counter(json.loads(counts)) for counts in filter(None, done["special"][:])), Counter())
@@ -376,8 +374,8 @@ def main() -> None:
             raise UserError(reason) from None
         with replacing(prefix.with_name(end)) as file:
             file.write(json.dumps(summary, indent=1).encode())
-    made = [path for path in prefix.parent.glob(f"{glob.escape(out.name)}_*") if ".progress." not in path.name]
-    made = [path for path in made if path.suffix in (".bin", ".json", ".jinja")]
+    there = prefix.parent.glob(f"{glob.escape(out.name)}_*")
+    made = [path for path in there if path.suffix in (".bin", ".json", ".jinja")]
     common.move(sorted(made, key=lambda path: (path.name == end, path)), out.parent, "-o")
     remove_work(work, lock)
     summary = read_json(out.with_name(end), "the data are made; start this again for the summary")

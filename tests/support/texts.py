@@ -1,8 +1,12 @@
 """Texts, and what a model says follows them."""
 
+from collections.abc import Callable
+
 import device
 from kernels.encoder import encoder_forward
 from llmc.step.generation import Writer
+from llmc.step.sampler import Sampler
+from oracle import sample
 
 import numpy as np
 
@@ -26,3 +30,21 @@ def forward_from(writer: Writer, texts, starts, lengths) -> np.ndarray:
     writer.draw(acts, acts.last)
     device.synchronize()
     return device.to_floats(acts.logits)[:, : cache.model.config.vocab_size]
+
+
+def recomputed(
+    logits_after: Callable[[list[int]], np.ndarray], text: list[int], count: int, sampler: Sampler, T: int,
+    end: int | None = None, **how,
+) -> list[int]:  # fmt: skip
+    """The tokens that follow a text, each drawn from logits that are computed anew from all that the model sees: of a
+    text longer than T the last half of T, and more as they come. They stop before the token `end`."""
+    seen, found = list(text), []
+    while len(found) < count:
+        if len(seen) > T:
+            seen = seen[-max(1, T // 2) :]
+        token = sample(logits_after(seen), sampler.random_f32(), **how)
+        if token == end:
+            break
+        seen.append(token)
+        found.append(token)
+    return found
