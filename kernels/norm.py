@@ -30,12 +30,14 @@ def forward_blocks(source: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
     return (ceil_div(N, rows),), block, shared_mem
 
 
-def launch_forward(cu: Source, name: str, residual, out, stats, inp1, inp2, norm, eps, N: int, C: int) -> None:
-    """Launches the forward kernel of LayerNorm or RMSNorm for rows (N,C). residual and inp2 are None without a sum in
-    front; norm and stats have the arrays that this norm has."""
-    grid, block, shared_mem = forward_blocks(cu, N, C)
+def launch_forward(
+    source: Source, name: str, residual, out, stats, inp1, inp2, norm, eps: float, N: int, C: int
+) -> None:  # fmt: skip
+    """Launches the forward kernel of a norm, "layernorm" or "rmsnorm". Sets out (N,C), the stats (N) of its rows, and
+    residual (N,C) = inp1 + inp2. residual and inp2 are None if inp1 alone is normalized. norm: its weights (C)."""
+    grid, block, shared_mem = forward_blocks(source, N, C)
     args = residual, out, *stats, inp1, inp2, *norm, np.float32(eps), N, C
-    cu.launch(f"{name}_forward_kernel", grid, block, args, shared_mem=shared_mem)
+    source.launch(f"{name}_forward_kernel", grid, block, args, shared_mem=shared_mem)
 
 
 def recompute_norm(out, inp, norm, stats, B: int, T: int, C: int) -> None:

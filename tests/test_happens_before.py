@@ -318,7 +318,7 @@ OF_OFFLOAD = [
 ]  # fmt: skip
 
 
-# Which stream waits, and for which other one, or where ranks meet.
+# Each pair is a wait: the first stream waits for the second. "meet": it waits for the other ranks.
 @pytest.mark.parametrize("flags, waits", [
     ({}, [("urgent", "meet"),                 # what is late
           ("patient", "meet"),                # sums beside backward

@@ -706,8 +706,11 @@ def answer(kind: str, status: int) -> Exception:
     return getattr(errors, kind)(f"{status} Client Error. (Request ID: x)\n\nmore of it", response=response)
 
 
+ELSEWHERE = "or fetch it elsewhere and name its directory"
+
+
 @pytest.mark.parametrize(("name", "error", "said"), [
-    ("a/model", None, "no such file or directory, and the model can be neither found in huggingface_hub's cache, "),
+    ("a/model", None, "no such file or directory, and the model can be neither found in huggingface_hub's cache, {}, "),
     ("a--model", None, "no such file or directory, and no name of a model at Hugging Face"),
     ("a/model", answer("RepositoryNotFoundError", 401), "no such file or directory, and no such model at Hugging Face"),
     ("a/model", answer("GatedRepoError", 403), "gated: ask for access at https://huggingface.co/a/model, then log in"),
@@ -721,7 +724,9 @@ def test_what_keeps_a_model_from_being_fetched_is_one_line(name, error, said, hu
 
     if error:
         monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    assert refusal(name, tmp_path).startswith(f"{name}: {said.format(hub_cache)}")
+    message = refusal(name, tmp_path)
+    assert message.startswith(f"{name}: {said.format(hub_cache)}")
+    assert message.endswith(ELSEWHERE) == ("found in" in said or "cannot be fetched" in said)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert refusal(name, tmp_path).endswith("to fetch a model of that name: pip install huggingface_hub")
 

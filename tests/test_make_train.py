@@ -56,7 +56,8 @@ def train(folder: Path, *flags: str, code: int = 0, **script: str) -> str:
 
 
 def begin(folder: Path, *flags: str, steps: int = 1) -> tuple[subprocess.Popen, str]:
-    """A run that goes on, and what it has printed by the end of so many steps."""
+    """Starts a run and reads what it prints until so many steps have ended. Returns the run, which goes on, and the
+    text."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process, out = subprocess.Popen(command(flags), cwd=folder, text=True, **pipes), ""
     for line in process.stdout:

@@ -20,7 +20,7 @@ import pytest
 on_each_type = pytest.mark.usefixtures("each_type")
 on_each_product = pytest.mark.usefixtures("each_product")
 SHAPES = [(2, 8, 64, 192), (1, 5, 7, 11), (3, 33, 50, 130), (1, 3, 9, 1100)]
-# fcprojw of a model with 4 channels and with 5, and a shape of which backward transposes the other factor.
+# The first two are those of fcprojw, with 4 channels and with 5. For the last, backward transposes the other factor.
 TRANSPOSED = [(1, ROWS_WORTH_TRANSPOSING, 16, 4), (1, ROWS_WORTH_TRANSPOSING + 3, 20, 5),
               (2, ROWS_WORTH_TRANSPOSING, 5, 70)]  # fmt: skip
 LIMITS = {"B": (1, 3), "T": (1, 40), "C": (1, 70), "OC": (1, 200)}

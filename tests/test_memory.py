@@ -6,18 +6,20 @@ from functools import partial
 
 import device
 from conftest import refusal
+from llmc.data.batches import Batches
 from llmc.files.model_file import write_model
 from llmc.model import fp8
 from llmc.model.activations import Activations, Cache, training_bytes
 from llmc.model.tensors import num_parameters
+from llmc.model.weights import randomize
 from llmc.ranks import ranks
 from llmc.run.arguments import parse_arguments
 from llmc.run.dry_run import dry_run
 from llmc.step import memory
 from llmc.step.memory import Plan, inference_sizes, largest_batches, training_sizes
 from llmc.step.training import make_training
-from models import ONE_OF_EACH, kind_of, name_of
-from train_gpt2_fp32 import GPT2, GPT2Config
+from models import ONE_OF_EACH, GivenBatches, kind_of, name_of
+from train_gpt2_fp32 import GPT2, GPT2Config, training_step
 from train_llama3 import Llama3, Llama3Config
 from train_pythia import PythiaConfig
 from train_qwen3 import Qwen3, Qwen3Config
@@ -243,3 +245,32 @@ def test_where_the_whole_does_not_fit_on_every_rank_all_take_chunks(monkeypatch,
         assert (asked.pop(), training.activations.logit_rows) == (free < needed, rows)
         training = make_training(GPT2, config, 2, 11, attention, logit_rows=7)
         assert not asked and training.activations.logit_rows == 7
+
+
+@pytest.mark.long
+def test_a_gpu_has_less_memory_by_what_the_table_says(dev):
+    """After CUDA's context, kernels and cuBLAS's workspaces, which a small model has brought there. No other process
+    may use the GPU meanwhile."""
+    if dev.kind != "cuda":
+        pytest.skip("no GPU")
+    tiny, config = GPT2.Config.described("tiny"), GPT2.Config.described("d6")
+
+    def trained(config, B: int, T: int):
+        training = make_training(GPT2, config, B, T, "softmax", logit_rows=0)
+        randomize(training.model, training.adamw, 1)
+        dev.fill_zero(training.batch.memory)
+        step = training_step(training, Batches(training.batch, training.acts.losses, GivenBatches(zeros(B, T)), 1))
+        step(0, 1e-3)
+        step(1, 1e-3)  # recorded
+        dev.synchronize()
+        return training
+
+    def zeros(B: int, T: int):
+        return [(np.zeros((B, T), np.int32),) * 2] * 2
+
+    small = trained(tiny, 2, 64)
+    free = dev.memory()[0]
+    training = trained(config, 4, 1024)
+    used, said = free - dev.memory()[0], sum(training_sizes(GPT2, config, Plan(4, 1024, "softmax")).values())
+    assert abs(used - said) <= max(0.02 * said, 200 << 20), (used >> 20, said >> 20)
+    assert small.model is not training.model

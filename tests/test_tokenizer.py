@@ -429,7 +429,7 @@ def test_a_models_tokenizer_is_the_named_one_or_beside_it_and_else_asked_for(mod
     assert load_model_tokenizer(model, 257, Path("bytes")).tokens == byte_tokens
     monkeypatch.setattr("llmc.data.find_tokenizer.gpt2_tokenizer", byte_tokenizer)  # which tiktoken would download
     assert load_model_tokenizer(model, 257, Path("gpt2")).tokens == byte_tokens
-    gpt2 = model.with_name("gpt2_124M.bin")  # to which the starter pack's belongs
+    gpt2 = model.with_name("gpt2_124M.bin")  # the starter pack's tokenizer belongs to it
     assert load_model_tokenizer(gpt2, 257).tokens[97] == b"A"
     assert "257 tokens and m/gpt2_124M.bin 256" in refusal(load_model_tokenizer, gpt2, 256)
 

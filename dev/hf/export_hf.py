@@ -176,6 +176,7 @@ def write_safetensors(path: Path, tensors: list[tuple[str, np.ndarray, tuple]], 
 
 
 def write(path: Path, content: bytes) -> None:
+    """Writes a file. Path.write_bytes would end with an error if a signal came while it is closed."""
     with io.BufferedWriter(File(path, "wb")) as file:
         file.write(content)
 

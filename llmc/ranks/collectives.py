@@ -102,9 +102,12 @@ class Gloo:
         torch.distributed.init_process_group("gloo", store=store, rank=ranks.rank(), world_size=ranks.size())
 
     def sum_arrays(self, arrays: list[np.ndarray], root: int | None = None) -> None:
-        """Sets each array to its sum over all ranks, on one rank or on all. They go as one, because each call costs
-        more time than a few small arrays. The order of gloo's own sums depends on how it cuts an array into parts. Ours
-        is the order of the ranks, so that a sum has the same bits whatever else is in the array."""
+        """Sets each array to its sum over all ranks, on rank `root`, or on all if it is None.
+
+        All arrays are sent as one, because each call costs more time than a few small arrays. The order of gloo's own
+        sums depends on how it cuts an array into parts. Ours is the order of the ranks, so that a sum has the same bits
+        whatever else is in the array.
+        """
         flat = self.torch.from_numpy(np.concatenate([x.reshape(-1) for x in arrays]))
         receives = root in (None, ranks.rank())
         parts = [self.torch.empty_like(flat) for _ in range(ranks.size())] if receives else None

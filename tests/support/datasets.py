@@ -24,7 +24,7 @@ def printed(script: ModuleType, *args) -> str:
 
 
 def texts_of(tokens: np.ndarray) -> list[str]:
-    """The texts of bytes, before each of which stands the end-of-text token."""
+    """Takes tokens of bytes apart into texts. The end-of-text token stands before each text."""
     assert tokens[0] == EOT
     texts = np.split(tokens, np.flatnonzero(tokens == EOT)[1:])
     return [bytes(text.astype(np.uint8)[1:]).decode() for text in texts]

@@ -1,4 +1,4 @@
-"""What NVRTC, by which CuPy compiles kernels, says of a file, on a machine that need not have a GPU."""
+"""Compiles a kernel file by NVRTC, as CuPy does, and keeps what NVRTC reports. This needs no GPU."""
 
 import functools
 import hashlib
