@@ -121,14 +121,14 @@ def record(
 
 
 def gemm(
-    c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0, bias=None,
+    c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, add=None, bias=None,
     scale_a=None, scale_b=None,
 ) -> None:  # fmt: skip
     """CpuDevice.gemm."""
     if current.observers:
         observed_operation("gemm", locals())
     else:
-        current.device.gemm(c, a, b, m, n, k, trans_a, trans_b, beta, bias, scale_a, scale_b)
+        current.device.gemm(c, a, b, m, n, k, trans_a, trans_b, add, bias, scale_a, scale_b)
 
 
 def gemm_strided_batched(

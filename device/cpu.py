@@ -163,11 +163,12 @@ class CpuDevice:
     # Products
 
     def gemm(
-        self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0,
-        bias=None, scale_a=None, scale_b=None,
+        self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, add=None, bias=None,
+        scale_a=None, scale_b=None,
     ) -> None:  # fmt: skip
-        """c (m, n) = op(a) (m, k) @ op(b) (k, n) + beta * c, all by rows and contiguous. Either a, b and c are fp32,
+        """c (m, n) = op(a) (m, k) @ op(b) (k, n) + add (m, n), all by rows and contiguous. Either a, b and c are fp32,
         and the product is in TF32 if `tf32` is true; or a and b are bf16, and c is bf16 or fp32. Sums are always fp32.
+        add has c's type, and is c itself, or does not overlap it, or is None.
 
         Or a and b are e4m3 (fp8.py), quantized matrices, and the product is multiplied by their scales scale_a[0] and
         scale_b[0]. Then trans_a is false and trans_b true, k is a multiple of 16 and n of 8, and the arrays lie at
@@ -177,9 +178,9 @@ class CpuDevice:
         type of a and b, is added to every row before the row is rounded.
         """
         if a.dtype == E4M3:
-            self.multiply_e4m3(c, a, b, m, n, k, beta, bias, scale_a, scale_b)
+            self.multiply_e4m3(c, a, b, m, n, k, add, bias, scale_a, scale_b)
         else:
-            self.multiply(c, a, b, m, n, k, 1, trans_a, trans_b, beta, bias)
+            self.multiply(c, a, b, m, n, k, 1, trans_a, trans_b, add, bias)
 
     def gemm_strided_batched(
         self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False,
@@ -192,29 +193,24 @@ class CpuDevice:
         matrices."""
         self.multiply(c, a, b, m, n, k, count, trans_a, trans_b, causal=causal)
 
-    def multiply(self, c, a, b, m, n, k, count, trans_a, trans_b, beta=0.0, bias=None, causal="") -> None:
+    def multiply(self, c, a, b, m, n, k, count, trans_a, trans_b, add=None, bias=None, causal="") -> None:
         """`gemm` for `count` matrices."""
         flat = [x.reshape(-1)[: count * size] for x, size in ((c, m * n), (a, m * k), (b, k * n))]
         wide = [from_bf16(x) if x.dtype == BF16 else x for x in flat]
-        args = *wide, m, n, k, int(trans_a), int(trans_b), np.float32(beta), CAUSAL[causal]
+        args = *wide, m, n, k, int(trans_a), int(trans_b), np.float32(add is c), CAUSAL[causal]
         self.module(PRODUCTS).kernel("product_kernel")(product_grid(m, n, count, self.cores), (1,), args)
-        if bias is not None:
-            wide[0].reshape(m, n)[:] += from_bf16(bias) if bias.dtype == BF16 else bias
+        add_to(wide[0].reshape(-1, n), bias, None if add is c else add)
         if wide[0] is not flat[0]:
             flat[0][:] = to_bf16(wide[0])
 
     @np.errstate(over="ignore", invalid="ignore")  # a kernel says nothing of infinity and NaN either
-    def multiply_e4m3(self, c, a, b, m: int, n: int, k: int, beta: float, bias, scale_a, scale_b) -> None:
+    def multiply_e4m3(self, c, a, b, m: int, n: int, k: int, add, bias, scale_a, scale_b) -> None:
         """`gemm` for quantized operands."""
         product = np.empty((m, n), np.float32)
         self.multiply(product, from_e4m3(a), from_e4m3(b), m, n, k, 1, False, True)
         product *= scale_a[0] * scale_b[0]
-        flat = c.reshape(-1)[: m * n].reshape(m, n)
-        if beta:
-            product += beta * (from_bf16(flat) if c.dtype == BF16 else flat)
-        if bias is not None:
-            product += from_bf16(bias)
-        flat[:] = to_bf16(product) if c.dtype == BF16 else product
+        add_to(product, bias, add)
+        c.reshape(-1)[: m * n].reshape(m, n)[:] = to_bf16(product) if c.dtype == BF16 else product
 
     # Streams, as a recording uses them
 
@@ -295,6 +291,13 @@ class CpuEvent:
 
     def since(self, begin: CpuEvent) -> float:
         return 1000 * (self.time - begin.time)
+
+
+def add_to(product, *arrays) -> None:
+    """product (m, n), fp32, += each of the arrays (m, n) or (n,), of bf16 or fp32, that is not None."""
+    for array in arrays:
+        if array is not None:
+            product += (from_bf16(array) if array.dtype == BF16 else array).reshape(-1, product.shape[1])
 
 
 @functools.cache

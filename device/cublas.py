@@ -1,4 +1,5 @@
-"""cuBLAS's matrix products: of fp32 matrices through CuPy, of bf16 matrices and of e4m3 by cublaslt.py."""
+"""cuBLAS's matrix products: of fp32 matrices through CuPy; the others, and those that add to another matrix, by
+cublaslt.py."""
 
 from __future__ import annotations
 
@@ -69,17 +70,17 @@ class Cublas:
             self.calls = self.cupy_calls
 
     def gemm(
-        self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0,
+        self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, add=None,
         bias=None, scale_a=None, scale_b=None,
     ) -> None:  # fmt: skip
-        if a.dtype != np.float32 or bias is not None:
+        if a.dtype != np.float32 or bias is not None or add is not None and add is not c:
             here = self.streams[self.at], self.workspaces[self.at], self.calls is self.captured_calls
-            self.lt.gemm(c, a, b, m, n, k, trans_a, trans_b, beta, bias, scale_a, scale_b, *here)
+            self.lt.gemm(c, a, b, m, n, k, trans_a, trans_b, add, bias, scale_a, scale_b, *here)
             return
         # cuBLAS stores matrices by columns, so it sees each of ours transposed: c^T = op(b)^T op(a)^T.
         shape = self.handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0)
         ld_a, ld_b = m if trans_a else k, k if trans_b else n
-        self.calls.sgemm(*shape, b.data.ptr, ld_b, a.data.ptr, ld_a, address_of(beta), c.data.ptr, n)
+        self.calls.sgemm(*shape, b.data.ptr, ld_b, a.data.ptr, ld_a, address_of(float(add is c)), c.data.ptr, n)
 
     def gemm_strided_batched(
         self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False,

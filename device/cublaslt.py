@@ -1,5 +1,5 @@
-"""cuBLAS's products of bf16 matrices, of matrices of e4m3, and of fp32 matrices with a bias, by cublasLt. CuPy has no
-calls for cublasLt, so we call it by ctypes.
+"""cuBLAS's products of bf16 matrices, of matrices of e4m3, and of fp32 matrices to which a bias or another matrix is
+added, by cublasLt. CuPy has no calls for cublasLt, so we call it by ctypes.
 
 cublasLt offers several algorithms for a product. It puts the one first that it expects to be the fastest, and is often
 wrong: on an H200 the fastest ones take 4% (4096 rows) and 6% (16384 rows) less for all products of GPT-2 124M. So we
@@ -10,7 +10,8 @@ few numbers differ. So small results are left to the first algorithm; and so are
 faster one gained nothing in a step.
 
 Some algorithms round the product before they add a bias. The bias at hand would not show this, because a model that
-begins to train has biases of 0. So random numbers take its place while we compare and time.
+begins to train has biases of 0. So random numbers take its place while we compare and time. A matrix that is added may
+be rounded with the product or after it, and its numbers may hide those of the product. So we compare without it, too.
 
 Hopper's tensor cores keep some 14 bits of a sum of products of e4m3 (DeepSeek-V3, arXiv 2412.19437, 3.3.2). By default
 cublasLt adds such sums up in fp32, over and over. "Fast accumulation" leaves that out. We let it do so where the result
@@ -76,13 +77,14 @@ class CublasLt:
             raise RuntimeError(f"cublasLt{function} failed with status {status}")
 
     def gemm(
-        self, c, a, b, m: int, n: int, k: int, trans_a: bool, trans_b: bool, beta: float, bias, scale_a, scale_b,
+        self, c, a, b, m: int, n: int, k: int, trans_a: bool, trans_b: bool, add, bias, scale_a, scale_b,
         stream: Any, workspace: Any, capturing: bool,
     ) -> None:  # fmt: skip
         """CpuDevice.gemm."""
-        alignment = alignment_of(a, b, c, bias)
+        alignment = alignment_of(a, b, c, add, bias)
         kind = m, n, k, trans_a, trans_b, a.dtype, c.dtype
-        key = *kind, bias is not None, alignment, self.precision
+        beside = add is not None and add is not c  # one matrix more to read: another algorithm may be the fastest
+        key = *kind, beside, bias is not None, alignment, self.precision
         if key not in self.plans:
             self.plans[key] = self.plan(*kind, bias, alignment, workspace.nbytes)
         plan = self.plans[key]
@@ -91,17 +93,18 @@ class CublasLt:
             self.describe(plan.description, DESCRIPTION_SCALE_A, c_void_p(scale_b.data.ptr))
             self.describe(plan.description, DESCRIPTION_SCALE_B, c_void_p(scale_a.data.ptr))
 
-        def multiply(algorithm: Algorithm) -> None:
+        def multiply(algorithm: Algorithm, add=add) -> None:
             pointer_a, pointer_b, pointer_c, scratch = (c_void_p(array.data.ptr) for array in (a, b, c, workspace))
+            pointer_add, beta = (pointer_c, 0.0) if add is None else (c_void_p(add.data.ptr), 1.0)
             layout_b, layout_a, layout_c = plan.layouts
             self.call(
                 "Matmul", self.handle, plan.description, ctypes.byref(c_float(1.0)), pointer_b, layout_b, pointer_a,
-                layout_a, ctypes.byref(c_float(beta)), pointer_c, layout_c, pointer_c, layout_c,
+                layout_a, ctypes.byref(c_float(beta)), pointer_add, layout_c, pointer_c, layout_c,
                 ctypes.byref(algorithm), scratch, c_size_t(algorithm.workspace), c_void_p(stream.ptr),
             )  # fmt: skip
 
         enough = a.dtype != np.float32 and m * n >= MIN_COMPARED[c.dtype]
-        if not plan.timed and enough and beta == 0.0 and not capturing:  # c may be written several times
+        if not plan.timed and enough and add is not c and not capturing:  # c may be written several times
             if bias is not None:
                 random = self.cupy.asarray(to_bf16(np.random.default_rng(0).standard_normal(n)))
                 self.describe(plan.description, DESCRIPTION_BIAS, c_void_p(random.data.ptr))
@@ -165,19 +168,25 @@ class CublasLt:
 
     def put_fastest_first(self, plan: Plan, multiply: Any, c, stream: Any, calls: int) -> None:
         """Times the plan's algorithms, `calls` products at a time, and sorts them. Drops those that may give other bits
-        than the first one. multiply(algorithm) sets c. If c becomes 0 everywhere, the plan stays as it is."""
+        than the first one. multiply(algorithm) sets c; with None as `add`, to the product without it. If that is 0
+        everywhere, the plan stays as it is."""
         first = plan.algorithms[0]
         result = c.reshape(-1).view(np.uint16)[:COMPARED]
-        multiply(first)
-        expected = result.copy()
-        if not expected.any():  # zeros do not show whether two algorithms agree: a later product may
+
+        def results(algorithm: Algorithm) -> list:
+            multiply(algorithm, None)
+            alone = result.copy()
+            multiply(algorithm)
+            return [alone, result.copy()]
+
+        expected = results(first)
+        if not expected[0].any():  # zeros do not show whether two algorithms agree: a later product may
             return
 
         def same(algorithm: Algorithm) -> bool:
             if self.parts(algorithm) != self.parts(first):
                 return False
-            multiply(algorithm)
-            return bool((result == expected).all())
+            return all(bool((a == b).all()) for a, b in zip(results(algorithm), expected, strict=True))
 
         def seconds(algorithm: Algorithm) -> float:
             stream.begin_capture()

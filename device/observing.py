@@ -12,7 +12,7 @@ READS, SETS, UPDATES = "reads", "sets", "updates"
 
 # The arrays of the operations that are not kernels. Each operation writes the first one.
 OPERATIONS = {
-    "gemm": ("c", "a", "b", "bias", "scale_a", "scale_b"), "gemm_strided_batched": ("c", "a", "b"),
+    "gemm": ("c", "a", "b", "add", "bias", "scale_a", "scale_b"), "gemm_strided_batched": ("c", "a", "b"),
     "fill_zero": ("array",), "copy": ("dst", "src"),
 }  # fmt: skip
 
@@ -53,7 +53,8 @@ def accesses(name: str, arguments: dict[str, Any]) -> dict[str, str]:
     without reading it, or UPDATES it."""
     if name in OPERATIONS:
         written, *read = OPERATIONS[name]
-        of_all = {written: UPDATES if arguments.get("beta") else SETS} | dict.fromkeys(read, READS)
+        updated = arguments.get("add") is arguments[written]
+        of_all = {written: UPDATES if updated else SETS} | dict.fromkeys(read, READS)
     else:
         of_all = ACCESSES[name]
     return {key: access for key, access in of_all.items() if access and arguments[key] is not None}

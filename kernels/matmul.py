@@ -75,13 +75,13 @@ def matmul_backward_inp(dinp, dout, weight, B: int, T: int, C: int, OC: int, acc
 
     Call matmul_backward_weight for the same dout next: it may reuse what this has made of dout.
     """
-    beta = float(accumulate)
+    add = dinp if accumulate else None
     if weight_is_transposed(B * T, C, OC):
         weight_T = device.scratch("weight_T", (C, OC), device.floatX)
         transpose(weight_T, weight, OC, C)
-        device.gemm(dinp, dout, weight_T, B * T, C, OC, trans_b=True, beta=beta)
+        device.gemm(dinp, dout, weight_T, B * T, C, OC, trans_b=True, add=add)
     else:
-        device.gemm(dinp, dout, weight, B * T, C, OC, beta=beta)
+        device.gemm(dinp, dout, weight, B * T, C, OC, add=add)
 
 
 @dispatched("dweight")
@@ -91,15 +91,15 @@ def matmul_backward_weight(dweight, dout, inp, B: int, T: int, C: int, OC: int, 
     inp may be a view (B*T,C) of a matrix that lies in memory transposed, as (C,B*T). A kernel that recomputes an input
     for backward writes it so if transposes() says so. Another input is transposed here if there are enough rows.
     """
-    beta = float(accumulate)
+    add = dweight if accumulate else None
     if not inp.flags.c_contiguous:
-        device.gemm(dweight, dout, inp.T, OC, C, B * T, trans_a=True, trans_b=True, beta=beta)
+        device.gemm(dweight, dout, inp.T, OC, C, B * T, trans_a=True, trans_b=True, add=add)
     elif transposes() and B * T >= ROWS_WORTH_TRANSPOSING:
         inp_T = device.scratch("input_T", (C, B * T), device.floatX)
         transpose(inp_T, inp, B * T, C)
-        device.gemm(dweight, dout, inp_T, OC, C, B * T, trans_a=True, trans_b=True, beta=beta)
+        device.gemm(dweight, dout, inp_T, OC, C, B * T, trans_a=True, trans_b=True, add=add)
     else:
-        device.gemm(dweight, dout, inp, OC, C, B * T, trans_a=True, beta=beta)
+        device.gemm(dweight, dout, inp, OC, C, B * T, trans_a=True, add=add)
 
 
 def matmul_backward_bias(dbias, dout, B: int, T: int, OC: int) -> None:

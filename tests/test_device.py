@@ -34,43 +34,47 @@ any_product = given(
 @example(m=64, n=32, k=16, trans_a=False, trans_b=False)
 @example(m=5, n=300, k=211, trans_a=True, trans_b=True)  # enough work to be shared out among cores
 @example(m=701, n=30, k=3200, trans_a=False, trans_b=True)
-def test_gemm_multiplies_by_rows_and_adds_beta_times_what_was_there(each_product, m, n, k, trans_a, trans_b):
+def test_gemm_multiplies_by_rows_and_adds_what_was_there_or_another_matrix(each_product, m, n, k, trans_a, trans_b):
     rng = np.random.default_rng([m, n, k])
     a, b, before = normal(rng, m, k), normal(rng, k, n), normal(rng, m, n)
     want = a.astype(np.float64) @ b
     for dtype in {each_product.floatX, np.dtype(np.float32)}:  # weights' gradients are fp32 in any case
-        for beta in (0.0, 1.0, 0.5):
+        for adds in "nothing", "what was there", "another matrix":
             with guarded(each_product) as memory:
-                c = memory.write((m, n), dtype) if beta == 0 else memory.update(before, dtype)
+                c = memory.update(before, dtype) if adds == "what was there" else memory.write((m, n), dtype)
+                add = {"nothing": None, "what was there": c}.get(adds, memory.read(before, dtype))
                 inputs = memory.read(stored(a, trans_a)), memory.read(stored(b, trans_b))
-                each_product.gemm(c, *inputs, m, n, k, trans_a, trans_b, beta)
-            # cuBLAS rounds the product to c's type before it adds what was there, if it likes.
-            twice = dtype != np.float32 and each_product.kind == "cuda" and beta != 0.0
+                each_product.gemm(c, *inputs, m, n, k, trans_a, trans_b, add)
+            # cuBLAS rounds the product to c's type before it adds a matrix, if it likes.
+            twice = dtype != np.float32 and each_product.kind == "cuda" and add is not None
             allowed = BF16 if twice else kernel_tolerance(each_product)
-            assert_close(f"c {dtype}, beta {beta}", c, want + beta * before, allowed)
+            assert_close(f"c {dtype} + {adds}", c, want + before * (add is not None), allowed)
 
 
-@pytest.mark.parametrize("trans_a, trans_b, with_bias", [
-    (False, True, False), (False, False, False), (True, False, False), (False, True, True)
+@pytest.mark.parametrize("trans_a, trans_b, with_bias, with_add", [
+    (False, True, False, False), (False, False, False, False), (True, False, False, False), (False, True, True, False),
+    (False, True, False, True), (False, True, True, True),
 ])  # fmt: skip
 @pytest.mark.parametrize("m, n, k", [(768, 2304, 512), (1024, 512, 768), (100, 3072, 4096), (64, 48, 40), (12, 64, 96)])
-def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(each_product, m, n, k, trans_a, trans_b, with_bias):
+def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(
+    each_product, m, n, k, trans_a, trans_b, with_bias, with_add
+):
     if each_product.kind != "cuda" or each_product.floatX != each_product.BF16:
         pytest.skip("only products of bf16 matrices on a GPU are timed")
     rng, small = np.random.default_rng([m, n, k]), m * n < 10_000
 
     def operands(zero_bias: bool = False) -> tuple:
-        """A product's matrices, and its bias or None."""
+        """A product's matrices, its bias or None, and what is added or None."""
         a, b = (stored(normal(rng, *shape), turned) for shape, turned in (((m, k), trans_a), ((k, n), trans_b)))
         bias = np.zeros(n, np.float32) if zero_bias else normal(rng, n)
-        a, b, bias = (each_product.asarray(device.to_bf16(x)) for x in (a, b, bias))
-        return a, b, bias if with_bias else None
+        a, b, bias, add = (each_product.asarray(device.to_bf16(x)) for x in (a, b, bias, normal(rng, m, n)))
+        return a, b, bias if with_bias else None, add if with_add else None
 
-    def multiply(a, b, bias) -> np.ndarray:
-        each_product.gemm(c, a, b, m, n, k, trans_a, trans_b, bias=bias)
+    def multiply(a, b, bias, add) -> np.ndarray:
+        each_product.gemm(c, a, b, m, n, k, trans_a, trans_b, add, bias)
         return each_product.to_host(c)
 
-    for dtype in [each_product.BF16] if with_bias else [each_product.BF16, np.dtype(np.float32)]:
+    for dtype in [each_product.BF16] if with_bias or with_add else [each_product.BF16, np.dtype(np.float32)]:
         c = each_product.empty((m, n), dtype)
         plans = current.device.blas.lt.plans
         plans.clear()
@@ -88,8 +92,10 @@ def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(each_product, 
 
 def test_algorithms_are_not_compared_by_a_result_of_zeros():
     lt, plan, multiplied = object.__new__(CublasLt), Plan(None, (None,) * 3, ["first", "second"]), []
-    lt.put_fastest_first(plan, multiplied.append, np.zeros(4, np.float32), stream=None, calls=1)
-    assert multiplied == ["first"] and not plan.timed and plan.algorithms == ["first", "second"]
+    lt.put_fastest_first(
+        plan, lambda *algorithm_and_add: multiplied.append(algorithm_and_add[0]), np.zeros(4, np.float32), None, calls=1
+    )
+    assert set(multiplied) == {"first"} and not plan.timed and plan.algorithms == ["first", "second"]
 
 
 @any_product

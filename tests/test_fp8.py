@@ -350,15 +350,15 @@ def test_products_are_within_the_bound_of_their_sums(dev, rng, m, n, k, result):
     (a, scale_a, wide_a), (b, scale_b, wide_b) = (random_quantized(dev, rng, rows, k) for rows in (m, n))
     before, bias = to_bf16(normal(rng, m, n)), to_bf16(normal(rng, n)) if "bias" in result else None
     start = before if "bf16" in result else from_bf16(before)
-    c, beta = dev.asarray(start), float("+=" in result)
+    c, adds = dev.asarray(start), "+=" in result
     of_bias = None if bias is None else dev.asarray(bias)
-    dev.gemm(c, a, b, m, n, k, trans_b=True, beta=beta, bias=of_bias, scale_a=scale_a, scale_b=scale_b)
+    dev.gemm(c, a, b, m, n, k, trans_b=True, add=c if adds else None, bias=of_bias, scale_a=scale_a, scale_b=scale_b)
     found = dev.to_host(c)
     found = from_bf16(found) if found.dtype == BF16 else found
     product = wide_a @ wide_b.T
-    expected = product + beta * from_bf16(before) + (0 if bias is None else from_bf16(bias))
+    expected = product + adds * from_bf16(before) + (0 if bias is None else from_bf16(bias))
     allowed = TOLERANCE[dev.kind] * (np.abs(wide_a) @ np.abs(wide_b.T) + np.abs(expected))
-    allowed += 2.0**-8 * (np.abs(expected) + beta * np.abs(product)) if "bf16" in result else 0
+    allowed += 2.0**-8 * (np.abs(expected) + adds * np.abs(product)) if "bf16" in result else 0
     assert (np.abs(found - expected) <= allowed).all(), np.max(np.abs(found - expected) / allowed)
 
 
@@ -401,8 +401,8 @@ def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(dev, rng, m, n
 def test_a_product_of_extreme_scales_overflows_or_vanishes_without_a_word(dev, exponents, found):
     ones, c = dev.asarray(np.full((16, 16), 0x38, np.uint8)), dev.zeros((16, 16))
     scale_a, scale_b = (dev.asarray(np.array([2.0**each], np.float32)) for each in exponents)
-    for beta in 0.0, 1.0:
-        dev.gemm(c, ones, ones, 16, 16, 16, trans_b=True, beta=beta, scale_a=scale_a, scale_b=scale_b)
+    for add in None, c:
+        dev.gemm(c, ones, ones, 16, 16, 16, trans_b=True, add=add, scale_a=scale_a, scale_b=scale_b)
     assert (dev.to_host(c) == found).all()
 
 

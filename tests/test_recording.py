@@ -32,7 +32,7 @@ def run(program: list[tuple], memory) -> None:
         elif what == "zero":
             device.fill_zero(c)
         else:
-            device.gemm(c, a, b, SIDE, SIDE, SIDE, beta=float(what == "gemm +="))
+            device.gemm(c, a, b, SIDE, SIDE, SIDE, add=c if what == "gemm +=" else None)
 
 
 def apart(program: list[tuple]) -> list[tuple]:

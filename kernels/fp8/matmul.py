@@ -45,7 +45,7 @@ def quantized_backward_inp(
     if d is not dout:
         quantize(d, dout, N, OC)
     w = weight.quantized
-    gemm(dinp, d.q, d.scale, w.q_T, w.scale, N, C, OC, beta=float(accumulate))
+    gemm(dinp, d.q, d.scale, w.q_T, w.scale, N, C, OC, add=dinp if accumulate else None)
 
 
 @matmul_backward_weight.register(WeightGradient)
@@ -62,16 +62,17 @@ def quantized_backward_weight(
     x = inp if isinstance(inp, Quantized) else input_scratch(weight.input_scale, N, C, transposed=True)
     if x is not inp:
         quantize_by_scale(x, inp, N, C)
-    gemm(dweight.array, d.q_T, d.scale, x.q_T, x.scale, OC, C, N, beta=float(accumulate))
+    out = dweight.array
+    gemm(out, d.q_T, d.scale, x.q_T, x.scale, OC, C, N, add=out if accumulate else None)
 
 
 def gemm(
-    out, a, scale_a, b, scale_b, m: int, n: int, k: int, beta: float = 0.0, bias=None
+    out, a, scale_a, b, scale_b, m: int, n: int, k: int, add=None, bias=None
 ) -> None:  # fmt: skip
-    """out (m,n) = scale_a a (m,k) @ (scale_b b (n,k))^T + beta out + bias (n), or None. a and b are e4m3."""
+    """out (m,n) = scale_a a (m,k) @ (scale_b b (n,k))^T + add (m,n) + bias (n). a and b are e4m3."""
     check_written(scale_a, a)
     check_written(scale_b, b)
-    device.gemm(out, a, b, m, n, k, trans_b=True, beta=beta, bias=bias, scale_a=scale_a.scale, scale_b=scale_b.scale)
+    device.gemm(out, a, b, m, n, k, trans_b=True, add=add, bias=bias, scale_a=scale_a.scale, scale_b=scale_b.scale)
 
 
 @matmul_forward.register(WeightOnly)
