@@ -17,7 +17,7 @@ import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
 from kernels.gelu import gelu_backward, matmul_gelu_forward
-from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_recompute
+from kernels.layernorm import layernorm_backward, layernorm_forward, layernorm_recompute
 from kernels.matmul import matmul_backward_bias, matmul_backward_inp, matmul_backward_weight, matmul_forward
 from llmc.data.batches import Batches
 from llmc.files.files import make_header
@@ -69,7 +69,6 @@ ACTIVATIONS = (
     ("ln",         ("B", "T", "C"), "recomputed"),   # output of the norm before attention, and of the last norm
     ("ln2",        ("B", "T", "C"), "ln", "recomputed"),  # output of the norm before the MLP
     ("gelu",       ("B", "T", "4C"), "recomputed"),  # output of GELU
-    ("proj",       ("B", "T", "C")),                 # a projection back to C channels
 )  # fmt: skip
 
 GRADIENTS = (                                        # of activations; acts has them, too
@@ -135,8 +134,8 @@ def gpt2_forward(model: Model, acts, batch) -> None:
     for l in range(L):
         gpt2_layer_forward(model, acts, batch, l)
         p, a, n = params.layer[l], acts.layer[l], l + 1
-        matmul_forward(a.proj, a.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
-        fused_residual_forward(residual[n], acts.ln[n], acts.stats[n], a.residual2, a.proj, params.norm[n], B, T, C)
+        matmul_forward(residual[n], a.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C, a.residual2)
+        layernorm_forward(acts.ln[n], acts.stats[n], residual[n], params.norm[n], B, T, C)
 
 
 def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
@@ -145,8 +144,8 @@ def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
 
     matmul_forward(a.qkv, a.ln, p.qkvw, p.qkvb, B, T, C, 3 * C)
     attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
-    matmul_forward(a.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
-    fused_residual_forward(a.residual2, a.ln2, a.stats2, a.residual, a.proj, p.norm2, B, T, C)
+    matmul_forward(a.residual2, a.atty, p.attprojw, p.attprojb, B, T, C, C, a.residual)
+    layernorm_forward(a.ln2, a.stats2, a.residual2, p.norm2, B, T, C)
     matmul_gelu_forward(a.gelu, a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C)
 
 

@@ -13,7 +13,7 @@ import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
 from kernels.matmul import matmul_backward_inp, matmul_backward_weight, matmul_forward
-from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_recompute
+from kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward, rmsnorm_recompute
 from kernels.rope import ORIGINAL_LENGTH, rope_backward, rope_forward, rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.files.files import make_header
@@ -72,7 +72,6 @@ ACTIVATIONS = (
     ("ln",          ("B", "T", "C"), "recomputed"),  # output of the norm before attention, and of the last norm
     ("ln2",         ("B", "T", "C"), "ln", "recomputed"),  # output of the norm before the MLP
     ("swiglu",      ("B", "T", "H"), "recomputed"),  # output of SwiGLU
-    ("proj",        ("B", "T", "C")),                # a projection back to C channels
 )  # fmt: skip
 
 GRADIENTS = (
@@ -192,10 +191,8 @@ def llama3_forward(model: Model, acts, batch) -> None:
     for l in range(L):
         llama3_layer_forward(model, acts, batch, l)
         p, a, n = params.layer[l], acts.layer[l], l + 1
-        matmul_forward(a.proj, a.swiglu, p.fcprojw, None, B, T, H, C)
-        fused_residual_rmsnorm_forward(
-            acts.residual[n], acts.ln[n], acts.stats[n], a.residual2, a.proj, params.norm[n], eps, B, T, C
-        )
+        matmul_forward(acts.residual[n], a.swiglu, p.fcprojw, None, B, T, H, C, a.residual2)
+        rmsnorm_forward(acts.ln[n], acts.stats[n], acts.residual[n], params.norm[n], eps, B, T, C)
 
 
 def llama3_layer_forward(model: Model, acts, batch, l: int) -> None:
@@ -206,8 +203,8 @@ def llama3_layer_forward(model: Model, acts, batch, l: int) -> None:
     matmul_forward(a.qkv, a.ln, p.qkvw, None, B, T, C, (NH + 2 * NKV) * HS)
     rope_forward(a.qkv, rope, B, T, NH, NKV, HS, positions=batch.positions)
     attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NKV, HS)
-    matmul_forward(a.proj, a.atty, p.attprojw, None, B, T, C, C)
-    fused_residual_rmsnorm_forward(a.residual2, a.ln2, a.stats2, a.residual, a.proj, p.norm2, eps, B, T, C)
+    matmul_forward(a.residual2, a.atty, p.attprojw, None, B, T, C, C, a.residual)
+    rmsnorm_forward(a.ln2, a.stats2, a.residual2, p.norm2, eps, B, T, C)
 
     matmul_forward(a.fch, a.ln2, p.fcw, None, B, T, C, 2 * H)
     swiglu_forward(a.swiglu, a.fch, B * T, H)

@@ -15,7 +15,7 @@ from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
 from kernels.matmul import matmul_backward_inp, matmul_backward_weight, matmul_forward
 from kernels.qk_norm import qk_norm_backward, qk_norm_forward
-from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_recompute
+from kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward, rmsnorm_recompute
 from kernels.rope import rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.model.batch import embedding_backward, embedding_forward
@@ -59,7 +59,6 @@ ACTIVATIONS = (
     ("ln",          ("B", "T", "C"), "recomputed"),  # output of the norm before attention, and of the last norm
     ("ln2",         ("B", "T", "C"), "ln", "recomputed"),  # output of the norm before the MLP
     ("swiglu",      ("B", "T", "H"), "recomputed"),  # output of SwiGLU
-    ("proj",        ("B", "T", "C")),                # a projection back to C channels
 )  # fmt: skip
 
 GRADIENTS = (
@@ -133,10 +132,8 @@ def qwen3_forward(model: Model, acts, batch) -> None:
     for l in range(L):
         qwen3_layer_forward(model, acts, batch, l)
         p, a, n = params.layer[l], acts.layer[l], l + 1
-        matmul_forward(a.proj, a.swiglu, p.fcprojw, None, B, T, H, C)
-        fused_residual_rmsnorm_forward(
-            acts.residual[n], acts.ln[n], acts.stats[n], a.residual2, a.proj, params.norm[n], eps, B, T, C
-        )
+        matmul_forward(acts.residual[n], a.swiglu, p.fcprojw, None, B, T, H, C, a.residual2)
+        rmsnorm_forward(acts.ln[n], acts.stats[n], acts.residual[n], params.norm[n], eps, B, T, C)
 
 
 def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
@@ -149,8 +146,8 @@ def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
         a.qkv, a.qk_rstd, a.qkvproj, (p.qnormw, p.knormw), rope, eps, B, T, NH, NKV, HS, batch.positions
     )
     attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NKV, HS)
-    matmul_forward(a.proj, a.atty, p.attprojw, None, B, T, NH * HS, C)
-    fused_residual_rmsnorm_forward(a.residual2, a.ln2, a.stats2, a.residual, a.proj, p.norm2, eps, B, T, C)
+    matmul_forward(a.residual2, a.atty, p.attprojw, None, B, T, NH * HS, C, a.residual)
+    rmsnorm_forward(a.ln2, a.stats2, a.residual2, p.norm2, eps, B, T, C)
 
     matmul_forward(a.fch, a.ln2, p.fcw, None, B, T, C, 2 * H)
     swiglu_forward(a.swiglu, a.fch, B * T, H)

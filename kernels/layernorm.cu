@@ -1,16 +1,15 @@
 // Layernorm: out = n * weight + bias with n = (x - mean) * rstd, over the last axis of x (N, C), N = B*T;
-// rstd = 1 / sqrt(variance + eps). norm.cuh has the forward pass, with the residual connection in front.
+// rstd = 1 / sqrt(variance + eps). norm.cuh has the forward pass.
 // Backward: with g = dout * weight,
 //   dx += rstd * (g - mean(g) - n * mean(g * n));  dweight += sum_rows(dout * n);  dbias += sum_rows(dout)
 // Memory-bound: backward reads dout, x and the old dx and writes dx.
 #include "norm.cuh"
 
-// x = inp1, or, if inp2 is given, x = residual (N,C) = inp1 + inp2. Writes out (N,C), mean (N) and rstd (N).
+// Writes out (N,C), mean (N) and rstd (N).
 extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(
-    floatX* residual, floatX* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, const floatX* inp1,
-    const floatX* __restrict__ inp2, const floatX* __restrict__ weight, const floatX* __restrict__ bias, float eps,
-    int N, int C) {
-    norm_forward(residual, mean, rstd, inp1, {inp2}, {}, {out, weight, bias}, {}, eps, N, C);
+    floatX* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, const floatX* __restrict__ inp,
+    const floatX* __restrict__ weight, const floatX* __restrict__ bias, float eps, int N, int C) {
+    norm_forward(nullptr, mean, rstd, inp, {}, {}, {out, weight, bias}, {}, eps, N, C);
 }
 
 // A block takes as many rows as it has warps, then advances by gridDim.x times as many. First each warp takes a row: it

@@ -1,4 +1,4 @@
-"""Layernorm with the residual connection in front of it: the launchers of layernorm.cu.
+"""Layernorm: the launchers of layernorm.cu.
 
 Its weight and bias come as a pair, `norm`; so do the mean and rstd of the rows, `stats`, which forward keeps for
 backward.
@@ -21,13 +21,7 @@ EPS = 1e-5
 def layernorm_forward(out, stats, inp, norm, B: int, T: int, C: int) -> None:
     """out (B,T,C) = (inp - mean) * rstd * weight + bias, each row by itself, with norm = weight (C), bias (C). Sets
     stats = mean (B,T), rstd (B,T), too."""
-    launch_forward(cu, "layernorm", None, out, stats, inp, None, norm, EPS, B * T, C)
-
-
-@dispatched("out")
-def fused_residual_forward(residual, out, stats, inp1, inp2, norm, B: int, T: int, C: int) -> None:
-    """residual (B,T,C) = inp1 + inp2. Then out and stats = layernorm of residual as it is stored."""
-    launch_forward(cu, "layernorm", residual, out, stats, inp1, inp2, norm, EPS, B * T, C)
+    launch_forward(cu, "layernorm", out, stats, inp, norm, EPS, B * T, C)
 
 
 def layernorm_backward(dinp, dnorm, dout, inp, norm, stats, B: int, T: int, C: int, *, dbias2=None) -> None:
@@ -64,8 +58,7 @@ def layernorm_recompute(out, inp, norm, stats, B: int, T: int, C: int) -> None:
 
 
 NORM = "norm.weight norm.bias: C; stats.mean* stats.rstd*: B,T"
-describe(layernorm_forward, ROWS, f"out inp: B,T,C; {NORM}")
-describe(fused_residual_forward, ROWS, f"residual out inp1 inp2: B,T,C; {NORM}", hard="B=1 T=3 C=2101")
+describe(layernorm_forward, ROWS, f"out inp: B,T,C; {NORM}", hard="B=1 T=3 C=2101")
 describe(layernorm_backward, ROWS, f"dinp dout inp: B,T,C; {NORM}; dnorm.dweight* dnorm.dbias* dbias2*: C",
          hard="B=1 T=200 C=300", twice={"layernorm_backward": "dinp"})
 describe(layernorm_recompute, "B=2 T=32 C=64", f"out: B*T,C; inp: B,T,C; {NORM}", recomputed)

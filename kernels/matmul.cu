@@ -1,5 +1,5 @@
-// Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T. cuBLAS computes the products, except
-// that of a single row. This file has that one, and a transposition. Both are memory-bound.
+// Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T, and with a residual connection behind
+// them + residual (N, OC). cuBLAS computes the products, except that of a single row. This file has that one, and a transposition. Both are memory-bound.
 #include "matvec.cuh"
 #include "tile.cuh"
 
@@ -17,10 +17,11 @@ extern "C" __global__ void transpose_kernel(SETS floatX* out, const floatX* inp,
 }
 
 extern "C" __global__ void PROGRAMMATIC matvec_kernel(SETS floatX* out, const floatX* inp, const floatX* weight,
-                                                      const floatX* bias, int C, int OC) {
+                                                      const floatX* bias, const floatX* residual, int C,
+                                                      int OC) {
     trigger_programmatic_launch();
     by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
         auto load = [&](int o, int i) { return memory.load(weight + (size_t)o * C + i, C - i); };
-        matvec<32 / WIDTH>(out, inp, bias, C, OC, memory, 1.0f, load);
+        matvec<32 / WIDTH>(out, inp, bias, residual, C, OC, memory, 1.0f, load);
     });
 }

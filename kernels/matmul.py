@@ -13,25 +13,25 @@ MIN_OUTPUTS_FOR_8_LANES = 16384  # from so many on, matvec uses 8 lanes for an o
 
 
 @dispatched("weight")
-def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> None:
-    """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC). bias is None if there is none.
+def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int, residual=None) -> None:
+    """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC) + residual (B,T,OC). bias and residual, the stream in
+    front of a branch that ends with this product, are None if there are none. residual must not overlap out.
 
-    The product adds the bias before it rounds. In bf16 this matters for a projection that a norm's kernel adds to the
-    residual stream. A number of the stream and one of `out` have 8 significant bits each, so their sum often lies
-    half-way between two numbers of bf16. A bias that came later, however small, would decide how all these sums are
-    rounded. The first biases that GPT-2 124M learned, 5e-7, changed its loss over 100 times as much as their gradient
-    predicts.
+    The product adds both before it rounds. In bf16 this matters for the bias. A number of the stream and one of a
+    product that was rounded first have 8 significant bits each, so their sum often lies half-way between two numbers of
+    bf16. A bias that came later, however small, would decide how all these sums are rounded. The first biases that
+    GPT-2 124M learned, 5e-7, changed its loss over 100 times as much as their gradient predicts.
     """
     if B * T == 1:
-        matvec(out, inp, weight, bias, C, OC)
+        matvec(out, inp, weight, bias, residual, C, OC)
     else:
-        device.gemm(out, inp, weight, B * T, OC, C, trans_b=True, bias=bias)
+        device.gemm(out, inp, weight, B * T, OC, C, trans_b=True, add=residual, bias=bias)
 
 
-def matvec(out, inp, weight, bias, C: int, OC: int) -> None:
-    """out (OC) = inp (C) @ weight (OC,C)^T + bias (OC). bias may be None."""
+def matvec(out, inp, weight, bias, residual, C: int, OC: int) -> None:
+    """out (OC) = inp (C) @ weight (OC,C)^T + bias (OC) + residual (OC). bias and residual may be None."""
     block = matvec_block(cu, C, OC, few=1024 if device.floatX == device.BF16 else 3072)
-    cu.launch("matvec_kernel", (ceil_div(OC, block[1]),), block, (out, inp, weight, bias, C, OC))
+    cu.launch("matvec_kernel", (ceil_div(OC, block[1]),), block, (out, inp, weight, bias, residual, C, OC))
 
 
 def matvec_block(cu: Source, C: int, OC: int, few: int) -> tuple[int, int]:
@@ -132,8 +132,8 @@ def recomputed(size, a) -> dict:
     return {"out": a.out.reshape(a.out.shape[::-1]).T if transposes() else a.out}
 
 
-describe(matmul_forward, "B=2 T=8 C=64 OC=128", "out: B,T,OC; inp: B,T,C; weight: OC,C; bias: OC")
-describe(matvec, "C=256 OC=64", "out bias: OC; inp: C; weight: OC,C", hard="C=1100 OC=5",
+describe(matmul_forward, "B=2 T=8 C=64 OC=128", "out residual: B,T,OC; inp: B,T,C; weight: OC,C; bias: OC")
+describe(matvec, "C=256 OC=64", "out bias residual: OC; inp: C; weight: OC,C", hard="C=1100 OC=5",
          moved={"matvec": lambda a: a.weight.nbytes})
 describe(matmul_backward_bias, "B=2 T=320 OC=128", "dbias*: OC; dout: B,T,OC")
 describe(transpose, MATRIX, "out: C,N; inp: N,C", hard="N=133 C=67")

@@ -10,9 +10,9 @@ __device__ inline float sum_of(const Vec& v) {
     return sum;
 }
 
-// out (OC) = inp (C) @ weight (OC, C)^T + bias (OC), for a model that writes text. bias may be null. Each number of the
-// weight is used in one multiplication only. So a tile of the weight would have nothing to share, and a kernel that
-// loads tiles takes some 4 us even for the smallest weight.
+// out (OC) = inp (C) @ weight (OC, C)^T + bias (OC) + residual (OC), for a model that writes text. bias and residual may
+// be null. Each number of the weight is used in one multiplication only. So a tile of the weight would have nothing to
+// share, and a kernel that loads tiles takes some 4 us even for the smallest weight.
 //
 // Block: (lanes, outputs), if `lanes` lanes of a warp, a power of two, compute an output; or (warps * WARP_SIZE, 1), if
 // several warps do. A thread starts to load AT_ONCE vectors of the weight before it uses the first, and before the
@@ -21,10 +21,11 @@ __device__ inline float sum_of(const Vec& v) {
 // memory loads vectors of the input. load(o, i) loads the vector of the weight that begins at the i-th number of row o;
 // numbers_of turns it into floats. The weight is `scale` times these numbers.
 template <int AT_ONCE, class Memory, class Load>
-__device__ inline void matvec(floatX* out, const floatX* inp, const floatX* bias, int C, int OC, Memory memory,
-                              float scale, Load load) {
+__device__ inline void matvec(floatX* out, const floatX* inp, const floatX* bias, const floatX* residual, int C, int OC,
+                              Memory memory, float scale, Load load) {
     const int o = min((int)(blockIdx.x * blockDim.y + threadIdx.y), OC - 1), step = WIDTH * blockDim.x;
     const float b = bias != nullptr ? to_float(bias[o]) : 0.0f;  // now, so that it is there when the sum is
+    float r = 0.0f;
     Vec sum = {};
     for (int first = WIDTH * threadIdx.x; first < C; first += AT_ONCE * step) {
         decltype(load(o, 0)) w[AT_ONCE] = {};
@@ -34,7 +35,10 @@ __device__ inline void matvec(floatX* out, const floatX* inp, const floatX* bias
             const int i = first + b * step;
             if (i < C) w[b] = load(o, i);
         }
-        if (first < step) grid_dependency_synchronize();  // previous launches may write the input, but no weights
+        if (first < step) {
+            grid_dependency_synchronize();  // previous launches may write the input and residual, but no weights
+            if (residual != nullptr) r = to_float(residual[o]);
+        }
 #pragma unroll
         for (int b = 0; b < AT_ONCE; b++) {
             const int i = first + b * step;
@@ -49,5 +53,5 @@ __device__ inline void matvec(floatX* out, const floatX* inp, const floatX* bias
     float total = sum_of(sum);
     if (blockDim.x > WARP_SIZE) total = block_sum(total);
     else for (int i = blockDim.x / 2; i > 0; i /= 2) total += __shfl_xor_sync(0xffffffffu, total, i);
-    if (threadIdx.x == 0) set(out[o], scale * total + b);
+    if (threadIdx.x == 0) set(out[o], scale * total + b + r);
 }

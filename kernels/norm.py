@@ -30,13 +30,11 @@ def forward_blocks(source: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
     return (ceil_div(N, rows),), block, shared_mem
 
 
-def launch_forward(
-    source: Source, name: str, residual, out, stats, inp1, inp2, norm, eps: float, N: int, C: int
-) -> None:  # fmt: skip
-    """Launches the forward kernel of a norm, "layernorm" or "rmsnorm". Sets out (N,C), the stats (N) of its rows, and
-    residual (N,C) = inp1 + inp2. residual and inp2 are None if inp1 alone is normalized. norm: its weights (C)."""
+def launch_forward(source: Source, name: str, out, stats, inp, norm, eps: float, N: int, C: int) -> None:
+    """Launches the forward kernel of a norm, "layernorm" or "rmsnorm". Sets out (N,C) and the stats (N) of its rows,
+    from inp (N,C) and norm, its weights (C)."""
     grid, block, shared_mem = forward_blocks(source, N, C)
-    args = residual, out, *stats, inp1, inp2, *norm, np.float32(eps), N, C
+    args = out, *stats, inp, *norm, np.float32(eps), N, C
     source.launch(f"{name}_forward_kernel", grid, block, args, shared_mem=shared_mem)
 
 

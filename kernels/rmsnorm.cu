@@ -1,6 +1,5 @@
 // RMSNorm: out = n * weight with n = x * rstd, over the last axis of x (N, C), N = B*T;
-// rstd = 1 / sqrt(mean(x^2) + eps). It is layernorm without mean and bias. norm.cuh has the forward pass, with the
-// residual connection in front.
+// rstd = 1 / sqrt(mean(x^2) + eps). It is layernorm without mean and bias. norm.cuh has the forward pass.
 // Backward: with g = dout * weight,
 //   dx += rstd * (g - n * mean(g * n));  dweight += sum_rows(dout * n)
 // Memory-bound: backward reads dout, x and the old dx and writes dx.
@@ -9,11 +8,11 @@
 // `__restrict__` tells the compiler that no array overlaps another, so that it may move loads ahead of stores.
 #include "norm.cuh"
 
-// x = inp1, or, if inp2 is given, x = residual (N,C) = inp1 + inp2. Writes out (N,C) and rstd (N).
+// Writes out (N,C) and rstd (N).
 extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(
-    floatX* residual, floatX* __restrict__ out, float* __restrict__ rstd, const floatX* inp1,
-    const floatX* __restrict__ inp2, const floatX* __restrict__ weight, float eps, int N, int C) {
-    norm_forward(residual, nullptr, rstd, inp1, {inp2}, {}, {out, weight}, {}, eps, N, C);
+    floatX* __restrict__ out, float* __restrict__ rstd, const floatX* __restrict__ inp,
+    const floatX* __restrict__ weight, float eps, int N, int C) {
+    norm_forward(nullptr, nullptr, rstd, inp, {}, {}, {out, weight}, {}, eps, N, C);
 }
 
 // The block is (threads of a row, groups). Each group takes AT_ONCE rows at a time, then all groups advance together.

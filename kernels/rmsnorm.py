@@ -1,4 +1,4 @@
-"""RMSNorm with the residual connection in front of it: the launchers of rmsnorm.cu."""
+"""RMSNorm: the launchers of rmsnorm.cu."""
 
 import device
 from device import ceil_div
@@ -14,16 +14,7 @@ cu = device.source(__file__)
 @dispatched("out")
 def rmsnorm_forward(out, rstd, inp, weight, eps: float, B: int, T: int, C: int) -> None:
     """out (B,T,C) = inp * rstd * weight, each row by itself. Sets rstd (B,T) = 1 / sqrt(mean(inp^2) + eps), too."""
-    launch_forward(cu, "rmsnorm", None, out, [rstd], inp, None, [weight], eps, B * T, C)
-
-
-@dispatched("out")
-def fused_residual_rmsnorm_forward(
-    residual, out, rstd, inp1, inp2, weight, eps: float, B: int, T: int, C: int
-) -> None:  # fmt: skip
-    """residual (B,T,C) = inp1 + inp2. Then out and rstd = rmsnorm of residual as it is stored. The arrays must not
-    overlap."""
-    launch_forward(cu, "rmsnorm", residual, out, [rstd], inp1, inp2, [weight], eps, B * T, C)
+    launch_forward(cu, "rmsnorm", out, [rstd], inp, [weight], eps, B * T, C)
 
 
 def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B: int, T: int, C: int) -> None:
@@ -58,7 +49,6 @@ def rmsnorm_recompute(out, inp, weight, rstd, B: int, T: int, C: int) -> None:
 
 
 describe(rmsnorm_forward, ROWS, "out inp: B,T,C; weight: C; rstd*: B,T", hard="B=1 T=3 C=2101")
-describe(fused_residual_rmsnorm_forward, ROWS, "residual out inp1 inp2: B,T,C; weight: C; rstd*: B,T")
 describe(rmsnorm_backward, ROWS, "dinp dout inp: B,T,C; weight dweight*: C; rstd*: B,T", hard="B=1 T=31 C=261",
          twice={"rmsnorm_backward": "dinp"})
 describe(rmsnorm_recompute, "B=2 T=32 C=64", "out: B*T,C; inp: B,T,C; weight: C; rstd*: B,T", recomputed)

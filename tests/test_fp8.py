@@ -12,9 +12,9 @@ from kernels.fp8.loading import load_layers
 from kernels.fp8.quantize import quantize, quantize_by_scale
 from kernels.fp8.quantized import GradientScale, Quantized, QuantizedWeight, Scale, WeightGradient, WeightOnly
 from kernels.gelu import gelu_backward, gelu_forward
-from kernels.layernorm import fused_residual_forward, layernorm_forward, layernorm_recompute
+from kernels.layernorm import layernorm_forward, layernorm_recompute
 from kernels.qk_norm import qk_norm_backward
-from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_forward, rmsnorm_recompute
+from kernels.rmsnorm import rmsnorm_forward, rmsnorm_recompute
 from kernels.rope import rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.model import fp8
@@ -199,29 +199,22 @@ def test_gelu_quantizes_the_numbers_that_it_would_store(
 @pytest.mark.parametrize("N, C", [(16, 16), (80, 144), (208, 1104)])
 @each_guess
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("fused, start", [(True, 0), (False, 1)])
-def test_norms_quantize_the_numbers_that_they_would_store(dev, rng, N, C, guess, name, fused, start):
+@pytest.mark.parametrize("start", [0, 1])
+def test_norms_quantize_the_numbers_that_they_would_store(dev, rng, N, C, guess, name, start):
     """start: that of the parameters, which need not lie at a multiple of 16 bytes."""
-    inp, params = normal(rng, 2, N, C), normal(rng, 2, start + C)
+    inp, params = normal(rng, N, C), normal(rng, 2, start + C)
 
     def run(memory, out, again):
-        x, y, weight, bias = map(memory.read, (*inp, *params))
+        x, weight, bias = map(memory.read, (inp, *params))
         norm, rstd = (weight[start:], bias[start:]), memory.write((N,), np.float32)
         mean = memory.write((N,), np.float32) if name == "layernorm" else None
-        residual = memory.write((N, C)) if fused else None
         if name == "layernorm":
-            if fused:
-                fused_residual_forward(residual, out, (mean, rstd), x, y, norm, 1, N, C)
-            else:
-                layernorm_forward(out, (mean, rstd), x, norm, 1, N, C)
-            layernorm_recompute(again, residual if fused else x, norm, (mean, rstd), 1, N, C)
+            layernorm_forward(out, (mean, rstd), x, norm, 1, N, C)
+            layernorm_recompute(again, x, norm, (mean, rstd), 1, N, C)
         else:
-            if fused:
-                fused_residual_rmsnorm_forward(residual, out, rstd, x, y, norm[0], 1e-5, 1, N, C)
-            else:
-                rmsnorm_forward(out, rstd, x, norm[0], 1e-5, 1, N, C)
-            rmsnorm_recompute(again, residual if fused else x, norm[0], rstd, 1, N, C)
-        return [dev.to_host(each) for each in (residual, mean, rstd) if each is not None]
+            rmsnorm_forward(out, rstd, x, norm[0], 1e-5, 1, N, C)
+            rmsnorm_recompute(again, x, norm[0], rstd, 1, N, C)
+        return [dev.to_host(each) for each in (mean, rstd) if each is not None]
 
     kept, found, _ = both_ways(dev, run, {"out": (N, C), "again": (N, C)}, guess)
     assert all(np.array_equal(*pair) for pair in zip(kept, found, strict=True))
@@ -411,13 +404,13 @@ def test_a_product_of_extreme_scales_overflows_or_vanishes_without_a_word(dev, e
 ])  # fmt: skip
 def test_a_product_of_a_weight_that_is_only_quantized_takes_its_numbers_and_the_input_as_it_is(dev, rng, B, C, OC):
     q, scale, wide = random_quantized(dev, rng, OC, C)
-    inp, bias = normal(rng, B, C), normal(rng, OC)
-    for b in bias, None:
+    inp, bias, residual = normal(rng, B, C), normal(rng, OC), normal(rng, B, OC)
+    for given in (bias, residual), (bias, None), (None, residual), (None, None):
         with guarded(dev) as memory:
-            out, ours_bias = memory.write((B, OC)), None if b is None else memory.read(b)
-            matmul.matmul_forward(out, memory.read(inp), WeightOnly(q, scale), ours_bias, B, 1, C, OC)
-        product, added = inp.astype(np.float64) @ wide.T, 0.0 if b is None else b
-        # Some of cuBLAS's algorithms round the product before they add the bias.
+            out, (b, r) = memory.write((B, OC)), (None if each is None else memory.read(each) for each in given)
+            matmul.matmul_forward(out, memory.read(inp), WeightOnly(q, scale), b, B, 1, C, OC, r)
+        product, added = inp.astype(np.float64) @ wide.T, sum(each for each in given if each is not None)
+        # Some of cuBLAS's algorithms round the product before they add the bias or the residual stream.
         allowed = 2.0**-20 * (np.abs(inp) @ np.abs(wide.T)) + 2.0**-8 * (np.abs(product + added) + np.abs(product))
         assert (np.abs(device.to_floats(out) - product - added) <= allowed).all()
 

@@ -109,10 +109,10 @@ class Torchao:
     def __init__(self):
         self.dout = None
 
-    def forward(self, out, inp, weight: QuantizedWeight, bias, B: int, T: int, C: int, OC: int) -> None:
+    def forward(self, out, inp, weight: QuantizedWeight, bias, B: int, T: int, C: int, OC: int, residual=None) -> None:
         inp, weight = (rounded(x, 448, torch.float8_e4m3fn) for x in (inp.reshape(B * T, C), weight.bf16))
         product = (inp @ weight.T).numpy() + (0 if bias is None else from_bf16(bias))
-        out.reshape(B * T, OC)[:] = to_bf16(product)
+        out.reshape(B * T, OC)[:] = to_bf16(product + (0 if residual is None else from_bf16(residual).reshape(-1, OC)))
 
     def backward_inp(self, dinp, dout, weight: QuantizedWeight, B: int, T: int, C: int, OC: int, accumulate=False):
         self.dout = rounded(dout.reshape(B * T, OC), 57344, torch.float8_e5m2)
@@ -159,8 +159,8 @@ def test_a_weights_gradient_is_the_product_of_its_quantized_factors(in_fp8_on_cp
     """The input that backward has recomputed is quantized as that of forward. With dropout, if the model has it."""
     script, seen, multiply = sys.modules[kind_of(config).__module__], {}, matmul.matmul_backward_weight
 
-    def forward(out, inp, weight: QuantizedWeight, bias, B: int, T: int, C: int, OC: int) -> None:
-        fp8_matmul.quantized_forward(out, inp, weight, bias, B, T, C, OC)
+    def forward(out, inp, weight: QuantizedWeight, bias, B: int, T: int, C: int, OC: int, residual=None) -> None:
+        fp8_matmul.quantized_forward(out, inp, weight, bias, B, T, C, OC, residual)
         if isinstance(inp, Quantized):
             q = inp.q
         else:

@@ -34,34 +34,38 @@ def make(B: int, T: int, C: int, OC: int) -> tuple:
 
 @on_each_product
 @pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("on_a_stream", [True, False])
 @shapes(*SHAPES, **LIMITS)
-def test_matmul_forward_multiplies_and_adds_the_bias_where_there_is_one(biased, B, T, C, OC):
-    inp, weight, bias, _ = make(B, T, C, OC)
-    ours_bias = parameter(bias) if biased else None
+def test_matmul_forward_multiplies_and_adds_the_bias_and_the_residual_stream(biased, on_a_stream, B, T, C, OC):
+    inp, weight, bias, stream = make(B, T, C, OC)
+    ours_bias, residual = parameter(bias) if biased else None, stream if on_a_stream else None
     (out,) = launch(
-        matmul_forward, write(B, T, OC), inp, parameter(weight), ours_bias, B, T, C, OC, shift=OC % device.width()
-    )
+        matmul_forward, write(B, T, OC), inp, parameter(weight), ours_bias, B, T, C, OC, residual=residual,
+        shift=OC % device.width(),
+    )  # fmt: skip
     product, tolerance = (leaf(inp) @ leaf(weight).T).detach(), kernel_tolerance(device)
-    want = product + leaf(bias).detach() * biased
-    if device.kind == "cuda" and device.floatX == device.BF16 and biased:
-        # Some of cuBLAS's algorithms round the product before they add the bias.
-        tolerance += float((1 + BF16) * BF16 * product.abs().max() / want.abs().max())
+    want = product + leaf(bias).detach() * biased + leaf(stream).detach() * on_a_stream
+    if device.kind == "cuda" and device.floatX == device.BF16 and (biased or on_a_stream):
+        # Some of cuBLAS's algorithms round the product before they add anything.
+        tolerance += float((1 + BF16) * BF16 * (product.abs().max() + biased * abs(bias).max()) / want.abs().max())
     assert_close("out", out, want, tolerance)
 
 
 @on_each_type
 @pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("on_a_stream", [True, False])
 @shapes(
     (768, 50), (11, 7),
     (5000, 3),  # several warps an output
     (19, MIN_OUTPUTS_FOR_8_LANES + 3),  # several outputs a warp
     C=(1, 5000), OC=(1, 200),
 )  # fmt: skip
-def test_matvec_multiplies_a_single_row_and_adds_the_bias_where_there_is_one(biased, C, OC):
-    inp, weight, bias, _ = make(1, 1, C, OC)
-    ours_bias = parameter(bias) if biased else None
-    (out,) = launch(matvec, write(OC), inp[0, 0], parameter(weight), ours_bias, C, OC, shift=OC % device.width())
-    want = (leaf(weight) @ leaf(inp[0, 0]) + leaf(bias) * biased).detach()
+def test_matvec_multiplies_a_single_row_and_adds_the_bias_and_the_residual_stream(biased, on_a_stream, C, OC):
+    inp, weight, bias, stream = make(1, 1, C, OC)
+    ours_bias, residual = parameter(bias) if biased else None, stream[0, 0] if on_a_stream else None
+    arguments = inp[0, 0], parameter(weight), ours_bias, residual, C, OC
+    (out,) = launch(matvec, write(OC), *arguments, shift=OC % device.width())
+    want = (leaf(weight) @ leaf(inp[0, 0]) + leaf(bias) * biased + leaf(stream[0, 0]) * on_a_stream).detach()
     # Terms of a sum cancel: of few outputs the largest may be far below the sum of their sizes.
     assert_close("out", out, want, kernel_tolerance(device) * max(1.0, C**0.5 / float(want.abs().max())))
 
@@ -117,12 +121,18 @@ def test_transpose_is_exact(N, C, shift):
 
 
 @on_each_product
-def test_a_bias_is_added_before_the_product_is_rounded():
-    """Sums that lie half-way between two numbers of bf16: a bias that came later would lift none of them."""
-    if device.kind == "cuda":
-        pytest.skip("some of cuBLAS's algorithms round the product before they add the bias")
-    B, T, C, OC = 1, 4, 2, 8
-    inp, weight = np.ones((B, T, C), FP32), np.tile(np.array([1, BF16], FP32), (OC, 1))  # 1 + 2^-8
-    for bias, want in ((2.0**-20, 1 + 2 * BF16), (-(2.0**-20), 1.0)):
-        (out,) = launch(matmul_forward, write(B, T, OC), inp, weight, np.full(OC, bias, FP32), B, T, C, OC)
+@pytest.mark.parametrize("T", [1, 4])
+@pytest.mark.parametrize("stream", [0, 1])
+def test_what_is_added_to_a_product_is_added_before_the_sum_is_rounded(T, stream):
+    """Sums that lie half-way between two numbers of bf16: a bias that came later would lift none of them. The residual
+    stream is larger than the product, of which its own rounding would leave less."""
+    if device.kind == "cuda" and T > 1:
+        pytest.skip("some of cuBLAS's algorithms round the product before they add anything")
+    C, OC = 2, 8
+    inp, weight = np.ones((1, T, C), FP32), np.tile(np.array([1 - stream, BF16], FP32), (OC, 1))
+    residual = np.full((1, T, OC), stream, FP32) if stream else None
+    for bias, want in ((2.0**-20, 1 + 2 * BF16), (-(2.0**-20), 1.0)):  # added to 1 + 2^-8
+        (out,) = launch(
+            matmul_forward, write(1, T, OC), inp, weight, np.full(OC, bias, FP32), 1, T, C, OC, residual=residual
+        )
         assert (to_numpy(out) == (want if device.floatX == device.BF16 else FP32(1 + BF16 + bias))).all()

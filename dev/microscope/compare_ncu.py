@@ -29,7 +29,7 @@ KEPT = Path(__file__).resolve().parents[2] / "tests" / "data" / "microscope.json
 
 # Launchers with their precisions: all, then those whose kernels show what two-byte accesses count.
 RUNS = [(name, "tf32") for name in launches_in("tf32")] + [(name, "bf16") for name in (
-    "encoder_forward", "fused_residual_forward", "layernorm_backward", "gelu_backward", "swiglu_backward",
+    "encoder_forward", "layernorm_forward", "layernorm_backward", "gelu_backward", "swiglu_backward",
     "fused_classifier", "attention_forward", "flash_attention_forward", "flash_attention_backward", "adamw",
 )]  # fmt: skip
 

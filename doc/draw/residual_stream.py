@@ -18,9 +18,9 @@ LAYERS, LAYER, B, T = 3, 1, 1, 1024
 WIDTH, LEFT, TOP, ROW = 660, 100, 122, 24
 # Rows from top to bottom; of a place that several tensors share, the name that it has first.
 KEPT = ("residual", "qkv", "lse", "atty", "residual2", "fch", "next residual")
-SCRATCH = ("ln", "proj", "gelu", "dresidual", "dln", "dgelu", "weight_T", "input_T")
+SCRATCH = ("ln", "gelu", "dresidual", "dln", "dgelu", "weight_T", "input_T")
 LETTERS = {
-    "fused_residual": "N", "layernorm_forward_kernel": "N", "gemm": "P", "flash_attention_forward_kernel": "A",
+    "layernorm_forward_kernel": "N", "gemm": "P", "flash_attention_forward_kernel": "A",
     "gelu_forward": "G", "gelu_backward": "G", "layernorm_backward": "N", "norm_transposed": "R",
     "flash_attention_backward": "A", "transpose_kernel": "T", "column_partials": "S",
 }  # fmt: skip

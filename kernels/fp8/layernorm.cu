@@ -1,13 +1,12 @@
 // LayerNorm's forward pass with a quantized output (norm.cuh). ../layernorm.cu explains it.
 #include "norm.cuh"
 
-// Pass 1 of forward: x = inp1, or, if inp2 is given, x = residual (N,C) = inp1 + inp2.
+// Pass 1 of forward.
 extern "C" __global__ void __launch_bounds__(512, 2) layernorm_forward_fp8_kernel(
-    float* scale, float* previous_amax, float* block_amax, SETS unsigned char* q, floatX* residual,
-    float* __restrict__ mean, float* __restrict__ rstd, const floatX* inp1, const floatX* __restrict__ inp2,
-    const floatX* __restrict__ weight, const floatX* __restrict__ bias, float eps, int N, int C) {
-    norm_forward_fp8({scale, previous_amax, block_amax}, q, residual, mean, rstd, inp1, {inp2}, {nullptr, weight, bias},
-                     eps, N, C);
+    float* scale, float* previous_amax, float* block_amax, SETS unsigned char* q, float* __restrict__ mean,
+    float* __restrict__ rstd, const floatX* __restrict__ inp, const floatX* __restrict__ weight,
+    const floatX* __restrict__ bias, float eps, int N, int C) {
+    norm_forward_fp8({scale, previous_amax, block_amax}, q, mean, rstd, inp, {nullptr, weight, bias}, eps, N, C);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4) layernorm_quantize_kernel(

@@ -6,19 +6,14 @@ from kernels.fp8.norm import launch_forward, launch_recompute
 from kernels.fp8.quantize import FP8_ROWS, quantized_out
 from kernels.fp8.quantized import Quantized
 from kernels.launches import ROWS, describe
-from kernels.layernorm import EPS, NORM, fused_residual_forward, layernorm_forward, layernorm_recompute
+from kernels.layernorm import EPS, NORM, layernorm_forward, layernorm_recompute
 
 cu = source(__file__)
 
 
 @layernorm_forward.register(Quantized)
 def quantized_forward(out: Quantized, stats, inp, norm, B: int, T: int, C: int) -> None:
-    launch_forward(cu, "layernorm", None, out, stats, inp, None, norm, EPS, B * T, C)
-
-
-@fused_residual_forward.register(Quantized)
-def quantized_residual_forward(residual, out: Quantized, stats, inp1, inp2, norm, B: int, T: int, C: int) -> None:
-    launch_forward(cu, "layernorm", residual, out, stats, inp1, inp2, norm, EPS, B * T, C)
+    launch_forward(cu, "layernorm", out, stats, inp, norm, EPS, B * T, C)
 
 
 @layernorm_recompute.register(Quantized)
@@ -26,5 +21,5 @@ def quantized_recompute(out: Quantized, inp, norm, stats, B: int, T: int, C: int
     launch_recompute(cu, "layernorm", out, inp, norm, stats, B * T, C)
 
 
-describe(fused_residual_forward, ROWS, f"residual inp1 inp2: B,T,C; {NORM}", quantized_out, hard="T=40", **FP8_ROWS)
+describe(layernorm_forward, ROWS, f"inp: B,T,C; {NORM}", quantized_out, hard="T=40", **FP8_ROWS)
 describe(layernorm_recompute, ROWS, f"inp: B,T,C; {NORM}", quantized_out, hard="T=40 C=400", **FP8_ROWS)

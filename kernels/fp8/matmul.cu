@@ -23,10 +23,11 @@ __device__ inline Vec numbers_of(const Fp8Vec& q) {
 
 // matvec_kernel for a weight that is scale (1) times q (OC, C). C is a multiple of 16.
 extern "C" __global__ void PROGRAMMATIC matvec_fp8_kernel(SETS floatX* out, const floatX* inp, const unsigned char* q,
-                                                          const float* scale, const floatX* bias, int C, int OC) {
+                                                          const float* scale, const floatX* bias,
+                                                          const floatX* residual, int C, int OC) {
     trigger_programmatic_launch();
     auto load = [&](int o, int i) { return *reinterpret_cast<const Fp8Vec*>(q + (size_t)o * C + i); };
-    matvec<64 / WIDTH>(out, inp, bias, C, OC, Aligned(), *scale, load);
+    matvec<64 / WIDTH>(out, inp, bias, residual, C, OC, Aligned(), *scale, load);
 }
 
 // out (n) = scale (1) times q (n). In bf16 this rounds nothing.

@@ -14,12 +14,14 @@ cu = source(__file__)
 
 
 @matmul_forward.register(QuantizedWeight)
-def quantized_forward(out, inp, weight: QuantizedWeight, bias, B: int, T: int, C: int, OC: int) -> None:
+def quantized_forward(
+    out, inp, weight: QuantizedWeight, bias, B: int, T: int, C: int, OC: int, residual=None
+) -> None:  # fmt: skip
     """matmul_forward. inp (B,T,C) is Quantized, or this quantizes it and sets weight.input_scale. If the weight is
     stale, this quantizes it, too. If B*T is no multiple of MULTIPLE, the product is in bf16."""
     N = B * T
     if N % MULTIPLE:
-        matmul_forward(out, inp, weight.bf16, bias, B, T, C, OC)
+        matmul_forward(out, inp, weight.bf16, bias, B, T, C, OC, residual)
         return
     if weight.stale:
         quantize(weight.quantized, weight.bf16, OC, C)
@@ -28,7 +30,7 @@ def quantized_forward(out, inp, weight: QuantizedWeight, bias, B: int, T: int, C
     if x is not inp:
         quantize(x, inp, N, C)
     w = weight.quantized
-    gemm(out, x.q, x.scale, w.q, w.scale, N, OC, C, bias=bias)
+    gemm(out, x.q, x.scale, w.q, w.scale, N, OC, C, residual, bias)
 
 
 @matmul_backward_inp.register(QuantizedWeight)
@@ -76,16 +78,18 @@ def gemm(
 
 
 @matmul_forward.register(WeightOnly)
-def weight_only_forward(out, inp, weight: WeightOnly, bias, B: int, T: int, C: int, OC: int) -> None:
+def weight_only_forward(
+    out, inp, weight: WeightOnly, bias, B: int, T: int, C: int, OC: int, residual=None
+) -> None:  # fmt: skip
     """matmul_forward. The product of a single row reads q. For several rows the weight is dequantized first."""
     if B * T > 1:
         whole = device.scratch("dequantized weight", (OC, C), device.floatX)
         cu.launch("dequantize_kernel", (ceil_div(OC * C, cu.width * 256),), (256,), (whole, *weight, OC * C))
-        matmul_forward(out, inp, whole, bias, B, T, C, OC)
+        matmul_forward(out, inp, whole, bias, B, T, C, OC, residual)
         return
     # Several warps compute each of 2048 outputs, too: a token of Llama 3.2 1B takes 0.84 ms, not 0.92.
     block = matvec_block(cu, C, OC, few=3072)
-    cu.launch("matvec_fp8_kernel", (ceil_div(OC, block[1]),), block, (out, inp, *weight, bias, C, OC))
+    cu.launch("matvec_fp8_kernel", (ceil_div(OC, block[1]),), block, (out, inp, *weight, bias, residual, C, OC))
 
 
 def weight_only(size, a) -> dict:
@@ -94,5 +98,5 @@ def weight_only(size, a) -> dict:
 
 
 for rows, variant in (1, "fp8"), (2, "fp8 rows"):
-    describe(matmul_forward, f"B=1 T={rows} C=256 OC=64", "out: B,T,OC; inp: B,T,C; bias: OC", weight_only, variant,
-             needs="C % 16 == 0", precision="bf16", moved={"matvec_fp8": lambda a: a.q.nbytes})
+    describe(matmul_forward, f"B=1 T={rows} C=256 OC=64", "out residual: B,T,OC; inp: B,T,C; bias: OC", weight_only,
+             variant, needs="C % 16 == 0", precision="bf16", moved={"matvec_fp8": lambda a: a.q.nbytes})

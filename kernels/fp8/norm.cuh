@@ -14,17 +14,16 @@ struct QuantizedNorm : Norm {
     }
 };
 
-// Pass 1. Sets q (N,C), residual, mean and rstd. Blocks loop over rows: each leaves one amax, and few amaxes are cheap
+// Pass 1. Sets q (N,C), mean and rstd. Blocks loop over rows: each leaves one amax, and few amaxes are cheap
 // to reduce. The kernel is not PROGRAMMATIC.
-__device__ inline void norm_forward_fp8(Quantizer quantizer, unsigned char* q, floatX* residual, float* mean,
-                                        float* rstd, const floatX* inp, const Branch& branch, const Norm& norm,
-                                        float eps, int N, int C) {
+__device__ inline void norm_forward_fp8(Quantizer quantizer, unsigned char* q, float* mean, float* rstd,
+                                        const floatX* inp, const Norm& norm, float eps, int N, int C) {
     DYNAMIC_SHARED(float, rows);
     const QuantizedNorm quantized = {norm, q, quantizer};
     float* row = memory_of_row(rows, C);
     quantizer.begin();
     for (int n = row_of_thread(); n < N; n += gridDim.x * blockDim.y) {
-        norm_row(residual, mean, rstd, inp, branch, {}, quantized, {}, eps, n, C, row, nullptr);
+        norm_row(nullptr, mean, rstd, inp, {}, {}, quantized, {}, eps, n, C, row, nullptr);
     }
     quantizer.end();
 }

@@ -11,8 +11,8 @@ import numpy as np
 
 
 def launch_forward(
-    cu: Source, name: str, residual, out: Quantized, stats, inp1, inp2, norm, eps: float, N: int, C: int
-) -> None:
+    cu: Source, name: str, out: Quantized, stats, inp, norm, eps: float, N: int, C: int
+) -> None:  # fmt: skip
     """Launches both passes. Sets q of out (N,C), and its scale. The arguments are those of kernels/norm.py.
 
     The blocks of pass 1 have at most MAX_THREADS threads. There are no more blocks than run at once: each leaves an
@@ -22,9 +22,9 @@ def launch_forward(
     at_once = min(MAX_AMAXES, cu.blocks_at_once(kernel) * MAX_THREADS // (threads * rows)) * device.multiprocessors
     blocks = min(blocks, at_once)
     (*first, _), second = both_passes(blocks, out.scale)
-    args = *first, out.q, residual, *stats, inp1, inp2, *norm, np.float32(eps), N, C
+    args = *first, out.q, *stats, inp, *norm, np.float32(eps), N, C
     cu.launch(kernel, (blocks,), (threads, rows), args, shared_mem=shared_mem)
-    args = *second, out.q, None, inp1 if residual is None else residual, *norm, *stats, N, C
+    args = *second, out.q, None, inp, *norm, *stats, N, C
     cu.launch(f"{name}_quantize_kernel", (blocks,), (cu.block(256),), args)
     note_written(out.scale, out.q)
 

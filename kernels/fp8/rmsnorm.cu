@@ -1,13 +1,11 @@
 // RMSNorm's forward pass with a quantized output (norm.cuh). ../rmsnorm.cu explains it.
 #include "norm.cuh"
 
-// Pass 1 of forward: x = inp1, or, if inp2 is given, x = residual (N,C) = inp1 + inp2.
+// Pass 1 of forward.
 extern "C" __global__ void __launch_bounds__(512, 2) rmsnorm_forward_fp8_kernel(
-    float* scale, float* previous_amax, float* block_amax, SETS unsigned char* q, floatX* residual,
-    float* __restrict__ rstd, const floatX* inp1, const floatX* __restrict__ inp2, const floatX* __restrict__ weight,
-    float eps, int N, int C) {
-    norm_forward_fp8({scale, previous_amax, block_amax}, q, residual, nullptr, rstd, inp1, {inp2}, {nullptr, weight},
-                     eps, N, C);
+    float* scale, float* previous_amax, float* block_amax, SETS unsigned char* q, float* __restrict__ rstd,
+    const floatX* __restrict__ inp, const floatX* __restrict__ weight, float eps, int N, int C) {
+    norm_forward_fp8({scale, previous_amax, block_amax}, q, nullptr, rstd, inp, {nullptr, weight}, eps, N, C);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4) rmsnorm_quantize_kernel(

@@ -6,21 +6,14 @@ from kernels.fp8.norm import launch_forward, launch_recompute
 from kernels.fp8.quantize import FP8_ROWS, quantized_out
 from kernels.fp8.quantized import Quantized
 from kernels.launches import ROWS, describe
-from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_forward, rmsnorm_recompute
+from kernels.rmsnorm import rmsnorm_forward, rmsnorm_recompute
 
 cu = source(__file__)
 
 
 @rmsnorm_forward.register(Quantized)
 def quantized_forward(out: Quantized, rstd, inp, weight, eps: float, B: int, T: int, C: int) -> None:
-    launch_forward(cu, "rmsnorm", None, out, [rstd], inp, None, [weight], eps, B * T, C)
-
-
-@fused_residual_rmsnorm_forward.register(Quantized)
-def quantized_residual_forward(
-    residual, out: Quantized, rstd, inp1, inp2, weight, eps: float, B: int, T: int, C: int
-) -> None:  # fmt: skip
-    launch_forward(cu, "rmsnorm", residual, out, [rstd], inp1, inp2, [weight], eps, B * T, C)
+    launch_forward(cu, "rmsnorm", out, [rstd], inp, [weight], eps, B * T, C)
 
 
 @rmsnorm_recompute.register(Quantized)
@@ -28,6 +21,5 @@ def quantized_recompute(out: Quantized, inp, weight, rstd, B: int, T: int, C: in
     launch_recompute(cu, "rmsnorm", out, inp, [weight], [rstd], B * T, C)
 
 
-describe(fused_residual_rmsnorm_forward, ROWS, "residual inp1 inp2: B,T,C; weight: C; rstd*: B,T", quantized_out,
-         hard="T=40", **FP8_ROWS)
+describe(rmsnorm_forward, ROWS, "inp: B,T,C; weight: C; rstd*: B,T", quantized_out, hard="T=40", **FP8_ROWS)
 describe(rmsnorm_recompute, ROWS, "inp: B,T,C; weight: C; rstd*: B,T", quantized_out, hard="T=40 C=400", **FP8_ROWS)
