@@ -17,7 +17,7 @@ from kernels.dropout import dropout_at
 from kernels.gelu import gelu_backward, matmul_gelu_forward
 from kernels.matmul import matmul_backward_bias, matmul_backward_inp, matmul_backward_weight, matmul_forward
 from kernels.norm import recompute_norm
-from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward
+from kernels.parallel_residual import branch_forward, parallel_residual_backward, parallel_residual_forward
 from kernels.rope import rope_backward, rope_forward, rope_table
 from llmc.model.batch import embedding_backward, embedding_forward
 from llmc.model.loss import cross_entropy_loss
@@ -65,10 +65,9 @@ ACTIVATIONS = (
     ("dgelu",      ("B", "T", "4C"), "logits", "gelu"),  # of gelu
     ("dfch",       ("B", "T", "4C"), "dgelu"),       # of fch
     ("dqkv",       ("B", "T", "3C"), "logits", "gelu"),  # of qkv
-    ("proj",       ("B", "T", "C"), "logits", "dfch"),  # forward: the attention's projection
-    ("dproj",      ("B", "T", "C"), "logits", "dfch"),  # backward, with dropout: its gradient, at last residual[0]'s
-    ("fcproj",     ("B", "T", "C"), "logits", "proj"),  # forward: the MLP's projection
-    ("dfcproj",    ("B", "T", "C"), "logits", "proj"),  # backward, with dropout: of fcproj
+    ("halfway",    ("B", "T", "C"), "logits", "dfch"),  # forward, parallel block: the stream after attention
+    ("dproj",      ("B", "T", "C"), "logits", "dfch"),  # backward, with dropout: of its projection; last residual[0]'s
+    ("dfcproj",    ("B", "T", "C"), "logits", "dproj"),  # backward, with dropout: of the MLP's projection
     ("ln",         ("B", "T", "C")),                 # forward: output of the norm before attention; of the last norm
     ("datty",      ("B", "T", "C"), "ln"),           # of atty
     ("dln1",       ("B", "T", "C"), "ln"),           # of a layer's ln
@@ -126,7 +125,7 @@ class PythiaConfig(Config):
     def absent(self) -> frozenset[str]:
         absent = {"ln1b", "ln2b", "lnfb", "mean", "mean2"} if self.norm == "rms" else set()
         absent |= {"ln2w", "ln2b"} if self.tied_norm else set()
-        return frozenset(absent | ({"residual2", "mean2", "rstd2"} if self.parallel else set()))
+        return frozenset(absent | ({"residual2", "mean2", "rstd2"} if self.parallel else {"halfway"}))
 
     def sizes(self) -> dict[str, int]:
         return super().sizes() | {"R": int(self.rotary * self.head_size)}
@@ -146,18 +145,16 @@ def pythia_forward(model: Model, acts, batch) -> None:
     eps, outs = config.norm_eps, (acts.ln[0], acts.ln2)  # all layers share these two
 
     embedding_forward(acts.residual[0], batch, params.wte, None, B, T, C, dropout_at(batch.random, 0))
-    parallel_residual_forward(None, outs, acts.stats[0], acts.residual[0], params.norm[0], eps, B, T, C)
+    parallel_residual_forward(outs, acts.stats[0], acts.residual[0], params.norm[0], eps, B, T, C)
     for l in range(L):
         pythia_layer_forward(model, acts, batch, l)
-        p, a, n = params.layer[l], acts.layer[l], l + 1
-        matmul_forward(a.fcproj, a.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
-        branches = [(a.fcproj, dropout_at(batch.random, 2 + 2 * l))]
+        p, a, n, stream = params.layer[l], acts.layer[l], l + 1, acts.layer[l].residual2
+        dropouts = [dropout_at(batch.random, site + 2 * l) for site in (1, 2)]
         if config.parallel:
-            matmul_forward(a.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
-            branches = [(a.proj, dropout_at(batch.random, 1 + 2 * l)), *branches]
-        parallel_residual_forward(
-            acts.residual[n], outs, acts.stats[n], a.residual2, params.norm[n], eps, B, T, C, branches=branches
-        )
+            stream = a.halfway
+            branch_forward(stream, a.atty, p.attprojw, p.attprojb, B, T, C, C, a.residual, dropouts[0])
+        branch_forward(acts.residual[n], a.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C, stream, dropouts[1])
+        parallel_residual_forward(outs, acts.stats[n], acts.residual[n], params.norm[n], eps, B, T, C)
 
 
 def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
@@ -169,18 +166,16 @@ def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
     rope_forward(a.qkv, model.constant.rope, B, T, NH, NH, HS, R, batch.positions)
     attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
     if not config.parallel:
-        matmul_forward(a.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
-        parallel_residual_forward(
-            a.residual2, [a.ln2], a.stats2, a.residual, p.norm2, config.norm_eps, B, T, C,
-            branches=[(a.proj, dropout_at(batch.random, 1 + 2 * l))],
-        )  # fmt: skip
+        dropout = dropout_at(batch.random, 1 + 2 * l)
+        branch_forward(a.residual2, a.atty, p.attprojw, p.attprojb, B, T, C, C, a.residual, dropout)
+        parallel_residual_forward([a.ln2], a.stats2, a.residual2, p.norm2, config.norm_eps, B, T, C)
     matmul_gelu_forward(a.gelu, a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C, config.gelu == "erf")
 
 
 def pythia_layer_recompute(model: Model, acts, batch, l: int) -> None:
     """With --recompute: runs layer l again, from a.residual, because other layers have overwritten its activations."""
     p, a, B, T, C = model.params.layer[l], acts.layer[l], batch.B, batch.T, model.config.channels
-    parallel_residual_forward(None, (a.ln, a.ln2), a.stats, a.residual, p.norm, model.config.norm_eps, B, T, C)
+    parallel_residual_forward((a.ln, a.ln2), a.stats, a.residual, p.norm, model.config.norm_eps, B, T, C)
     pythia_layer_forward(model, acts, batch, l)
 
 

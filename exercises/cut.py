@@ -183,14 +183,13 @@ float m = 0.0f, s = 0.0f;
 // Exercise 10: layernorm, forward.
 //
 //   out = (x - mean) * rstd * weight + shift   for each row of x (N, C);   rstd = 1 / sqrt(variance + eps)
-// mean and variance are those of the row. The kernel writes mean (N) and rstd (N), too. It also adds the residual
-// connection in front of it, where there is one; that part is complete. So is the way in which the kernel starts early
-// (PROGRAMMATIC, page 13), and what others need: a second branch, dropout, a second out, no mean. Here mean and norm0
-// are given, and norm1.out is null.
+// mean and variance are those of the row. The kernel writes mean (N) and rstd (N), too. It is complete in how it starts
+// early (PROGRAMMATIC, page 13), and in what others need: a second out, no mean. Here mean and norm0 are given, and
+// norm1.out is null.
 // floatX is float here, and WIDTH is 4: a Vec v has the four numbers v.x[0] to v.x[3]. rsqrtf(1.5f) is 1 / sqrt(1.5).
 """,
         parts=(
-            "Branch", "Norm", "normalised", "row_sum", "norm_row", "row_of_thread", "memory_of_row", "norm_forward",
+            "Norm", "normalised", "row_sum", "norm_row", "row_of_thread", "memory_of_row", "norm_forward",
             "layernorm_forward_kernel",
         ),
     ),

@@ -9,7 +9,7 @@
 extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(
     floatX* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, const floatX* __restrict__ inp,
     const floatX* __restrict__ weight, const floatX* __restrict__ bias, float eps, int N, int C) {
-    norm_forward(nullptr, mean, rstd, inp, {}, {}, {out, weight, bias}, {}, eps, N, C);
+    norm_forward(mean, rstd, inp, {out, weight, bias}, {}, eps, N, C);
 }
 
 // A block takes as many rows as it has warps, then advances by gridDim.x times as many. First each warp takes a row: it

@@ -1,16 +1,9 @@
 // The forward pass of all norms. Over the last axis of x (N, C), N = B*T:
-//   x = inp + dropout0(proj0) + dropout1(proj1),  n = (x - mean) * rstd,  out = n * weight + shift
+//   n = (x - mean) * rstd,  out = n * weight + shift
 // for one or two outs, with rstd = 1 / sqrt(variance + eps). RMSNorm is the same with mean 0 and without shifts.
-// Memory-bound: it reads its inputs once and writes its outputs once, as the row waits in shared memory.
-// mean, rstd and the outs are computed from x as it is stored, rounded in bf16, because backward reads the stored x.
+// Memory-bound: it reads its input once and writes its outputs once, as the row waits in shared memory.
 #pragma once
 #include "dependent_launch.cuh"
-#include "dropout.cuh"
-
-struct Branch {
-    const floatX* proj;  // (N,C)
-    int site;            // of its dropout
-};
 
 struct Norm {
     floatX* out;           // (N,C)
@@ -49,47 +42,31 @@ __device__ inline Vec normalised(Vec x, float mean, float rstd) {
 // The sum over a row, which one warp has, or the whole block.
 __device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block_sum(x) : warp_sum(x); }
 
-// A row of a kernel: row n, which one warp takes, or the whole block. A thread has loads of 16 numbers of each input in
-// flight. row: shared memory for the row, C floats, rounded up to a multiple of WIDTH. Each thread touches only its own
-// floats. norm0: a Norm, or a type with the same members that stores in its own way.
+// A row of a kernel: row n of inp, which one warp takes, or the whole block. A thread has loads of 16 numbers in flight.
+// row: shared memory for the row, C floats, rounded up to a multiple of WIDTH. Each thread touches only its own floats.
+// norm0: a Norm, or a type with the same members that stores in its own way.
 //
-// If a model lacks a tensor, its pointer is null: mean, a shift, proj0, proj1, out1, residual if there is no branch,
-// random if there is no dropout. Where a kernel says nullptr, the compiler leaves out the code. Elsewhere a test
-// costs a branch, which all threads take together. inp may be residual: a thread reads each number before it writes it.
+// If a model lacks a tensor, its pointer is null: mean, a shift, out1. Where a kernel says nullptr, the compiler leaves
+// out the code. Elsewhere a test costs a branch, which all threads take together.
 template <class Norm0>
-__device__ inline void norm_row(floatX* residual, float* mean, float* rstd, const floatX* inp, const Branch& branch0,
-                                const Branch& branch1, const Norm0& norm0, const Norm& norm1, float eps, int n, int C,
-                                float* row, const int* random) {
-    constexpr int AT_ONCE = 16 / WIDTH;  // vectors of each input that are loaded before the first is used
+__device__ inline void norm_row(float* mean, float* rstd, const floatX* inp, const Norm0& norm0, const Norm& norm1,
+                                float eps, int n, int C, float* row) {
+    constexpr int AT_ONCE = 16 / WIDTH;  // vectors that are loaded before the first is used
     const int first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x;
     const size_t start = (size_t)n * C;
     by_alignment(C % WIDTH == 0 && norm0.aligned() && norm1.aligned(), [&](auto memory) {
-        // x += dropout(proj)
-        auto add = [&](Vec& x, const Branch& branch, Vec proj, int i) {
-            if (random != nullptr) proj = Dropout(random, branch.site)(proj, n, i, C);
-            for (int k = 0; k < WIDTH; k++) x.x[k] += proj.x[k];
-        };
         float sum = 0.0f;  // of x, or without a mean of its square; 0 past the end of the row
         for (int begin = first; begin < C; begin += AT_ONCE * step) {
-            Vec x[AT_ONCE] = {}, p0[AT_ONCE] = {}, p1[AT_ONCE] = {};
+            Vec x[AT_ONCE] = {};
 #pragma unroll
             for (int b = 0; b < AT_ONCE; b++) {
                 const int i = begin + b * step;
-                if (i >= C) continue;
-                x[b] = memory.load(inp + start + i, C - i);
-                if (branch0.proj != nullptr) p0[b] = memory.load(branch0.proj + start + i, C - i);
-                if (branch1.proj != nullptr) p1[b] = memory.load(branch1.proj + start + i, C - i);
+                if (i < C) x[b] = memory.load(inp + start + i, C - i);
             }
 #pragma unroll
             for (int b = 0; b < AT_ONCE; b++) {
                 const int i = begin + b * step;
                 if (i >= C) continue;
-                if (branch0.proj != nullptr) {
-                    add(x[b], branch0, p0[b], i);
-                    if (branch1.proj != nullptr) add(x[b], branch1, p1[b], i);
-                    for (int k = 0; k < WIDTH; k++) x[b].x[k] = rounded(x[b].x[k]);
-                    memory.store(residual + start + i, x[b], C - i);
-                }
                 Aligned::store(row + i, x[b], WIDTH);
                 for (int k = 0; k < WIDTH; k++) sum += mean != nullptr ? x[b].x[k] : x[b].x[k] * x[b].x[k];
             }
@@ -126,9 +103,8 @@ __device__ inline int row_of_thread() { return blockIdx.x * blockDim.y + threadI
 __device__ inline float* memory_of_row(float* rows, int C) { return rows + threadIdx.y * WIDTH * ceil_div(C, WIDTH); }
 
 // The body of a kernel. Its tensors are norm_row's.
-__device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, const floatX* inp,
-                                    const Branch& branch0, const Branch& branch1, const Norm& norm0, const Norm& norm1,
-                                    float eps, int N, int C, const int* random = nullptr) {
+__device__ inline void norm_forward(float* mean, float* rstd, const floatX* inp, const Norm& norm0, const Norm& norm1,
+                                    float eps, int N, int C) {
     DYNAMIC_SHARED(float, rows);
     const int n = row_of_thread();
     trigger_programmatic_launch();
@@ -141,5 +117,5 @@ __device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, 
         norm0.prefetch_parameters(i), norm1.prefetch_parameters(i);
     }
     grid_dependency_synchronize();
-    norm_row(residual, mean, rstd, inp, branch0, branch1, norm0, norm1, eps, n, C, row, random);
+    norm_row(mean, rstd, inp, norm0, norm1, eps, n, C, row);
 }

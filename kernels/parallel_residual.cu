@@ -1,32 +1,39 @@
 // The norm of a residual stream to which two branches are added in parallel. Over the last axis of x (N, C), N = B*T:
-//   x = inp + dropout0(proj0) + dropout1(proj1),  n = (x - mean) * rstd,
-//   out0 = n * weight0 + shift0,  out1 = n * weight1 + shift1
+//   n = (x - mean) * rstd,  out0 = n * weight0 + shift0,  out1 = n * weight1 + shift1
 // Attention and MLP of a layer read the same stream, one out0 and the other out1 ("untied"), or both out0 ("tied").
 // rstd = 1 / sqrt(variance + eps). RMSNorm is the same with mean 0 and without shifts. norm.cuh has the forward pass.
+// In front of it, x = inp + dropout0(proj0) + dropout1(proj1). Without dropout the products add to the stream themselves.
 // Backward: with g = weight0 * dout0 + weight1 * dout1,
 //   dx += rstd * (g - mean(g) - n * mean(g * n)), RMSNorm without mean(g);  dproj = dropout(dx);
 //   dweight += sum_rows(dout * n);  dshift += sum_rows(dout);  dbias += sum_rows(dproj)
 // Memory-bound: backward reads dout0, dout1, x and the old dx and writes dx, and dproj where there is dropout.
 //
 // If a model lacks a tensor, its pointer is null, as in norm.cuh. Kernels without dropout have none of its arithmetic.
+#include "dropout.cuh"
 #include "norm.cuh"
 
 extern "C" __global__ void PROGRAMMATIC parallel_residual_forward_kernel(
-    floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
-    float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0, const floatX* __restrict__ proj1,
-    const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
-    const floatX* __restrict__ shift1, float eps, int N, int C) {
-    norm_forward(residual, mean, rstd, inp, {proj0}, {proj1}, {out0, weight0, shift0},
-                 {out1, weight1, shift1}, eps, N, C);
+    floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean, float* __restrict__ rstd,
+    const floatX* __restrict__ inp, const floatX* __restrict__ weight0, const floatX* __restrict__ shift0,
+    const floatX* __restrict__ weight1, const floatX* __restrict__ shift1, float eps, int N, int C) {
+    norm_forward(mean, rstd, inp, {out0, weight0, shift0}, {out1, weight1, shift1}, eps, N, C);
 }
 
-extern "C" __global__ void PROGRAMMATIC parallel_residual_dropout_forward_kernel(
-    floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
-    float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0, const floatX* __restrict__ proj1,
-    const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
-    const floatX* __restrict__ shift1, const int* __restrict__ random, int site0, int site1, float eps, int N, int C) {
-    norm_forward(residual, mean, rstd, inp, {proj0, site0}, {proj1, site1}, {out0, weight0, shift0},
-                 {out1, weight1, shift1}, eps, N, C, random);
+// out (N,C) = residual (N,C) + dropout(out). One warp takes a row. Block: (WARP_SIZE, rows).
+extern "C" __global__ void add_dropped_kernel(floatX* __restrict__ out, const floatX* __restrict__ residual, int N,
+                                              int C, const int* __restrict__ random, int site) {
+    const int n = blockIdx.x * blockDim.y + threadIdx.y;
+    if (n >= N) return;
+    const Dropout drop(random, site);
+    const size_t start = (size_t)n * C;
+    by_alignment(C % WIDTH == 0, [&](auto memory) {
+        for (int i = WIDTH * threadIdx.x; i < C; i += WIDTH * WARP_SIZE) {
+            Vec x = drop(memory.load(out + start + i, C - i), n, i, C);
+            const Vec r = memory.load(residual + start + i, C - i);
+            for (int k = 0; k < WIDTH; k++) x.x[k] += r.x[k];
+            memory.store(out + start + i, x, C - i);
+        }
+    });
 }
 
 // A block takes `rows` rows at once, at most MAX_ROWS, then advances by gridDim.x * rows. Each thread takes vectors of

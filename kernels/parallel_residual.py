@@ -1,11 +1,13 @@
-"""Norms of a residual stream to which up to two branches are added first: the launchers of parallel_residual.cu."""
+"""Norms of a residual stream to which one branch is added, or two in parallel, and the end of such a branch: the
+launchers of parallel_residual.cu."""
 
 from collections.abc import Sequence
 
 import device
 from device import ceil_div
 from kernels.dropout import Dropout, drop_a_fifth
-from kernels.launches import ROWS, describe
+from kernels.launches import MATRIX, ROWS, describe
+from kernels.matmul import matmul_forward
 from kernels.norm import forward_blocks
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
@@ -14,29 +16,34 @@ import numpy as np
 cu = device.source(__file__)
 
 
-def parallel_residual_forward(
-    residual, outs, stats, inp, norms, eps: float, B: int, T: int, C: int, *, branches=()
+def branch_forward(
+    out, inp, weight, bias, B: int, T: int, C: int, OC: int, residual, dropout: Dropout | None
 ) -> None:  # fmt: skip
-    """residual (B,T,C) = inp + the sum of dropout(proj) over up to two branches (proj (B,T,C), dropout). Let n be its
-    normalised rows: then out (B,T,C) = n * weight + shift for each out of outs and its norm (weight (C), shift (C)).
-    There are one or two norms. With one, only the first out is written. Sets stats = mean (B,T), rstd (B,T), too. These
-    and outs are computed from residual as it is stored.
+    """out (B,T,OC) = residual (B,T,OC) + dropout(inp (B,T,C) @ weight (OC,C)^T + bias (OC)), the end of a branch.
+    residual must not overlap out."""
+    if dropout is None:
+        matmul_forward(out, inp, weight, bias, B, T, C, OC, residual)
+    else:
+        matmul_forward(out, inp, weight, bias, B, T, C, OC)
+        add_dropped(out, residual, dropout, B * T, OC)
 
-    These may be None: mean and the shifts, for RMSNorm, which subtracts no mean; a dropout; and residual, if there are
-    no branches and inp is the stream. The arrays must not overlap, except that inp may be residual.
-    """
-    (proj0, dropout0), (proj1, dropout1) = pair(branches, (None, None))
+
+def add_dropped(out, residual, dropout: Dropout, N: int, C: int) -> None:
+    """out (N,C) = residual (N,C) + dropout(out)."""
+    rows = 8  # of a block
+    cu.launch("add_dropped_kernel", (ceil_div(N, rows),), (cu.warp_size, rows), (out, residual, N, C, *dropout))
+
+
+def parallel_residual_forward(outs, stats, inp, norms, eps: float, B: int, T: int, C: int) -> None:
+    """Let n be the normalised rows of inp (B,T,C): then out (B,T,C) = n * weight + shift for each out of outs and its
+    norm (weight (C), shift (C)). There are one or two norms. With one, only the first out is written. Sets stats =
+    mean (B,T), rstd (B,T), too. mean and the shifts are None for RMSNorm, which subtracts no mean. The arrays must not
+    overlap."""
     (weight0, shift0), (weight1, shift1) = pair(norms, (None, None))
     out0, out1 = pair(outs[: len(norms)])
-    kernel, dropout = "parallel_residual_forward_kernel", ()
-    if dropout0 or dropout1:
-        kernel, dropout = "parallel_residual_dropout_forward_kernel", random_and_sites(dropout0, dropout1)
     grid, block, shared_mem = forward_blocks(cu, B * T, C)
-    args = (
-        residual, out0, out1, *stats, inp, proj0, proj1, weight0, shift0, weight1, shift1, *dropout, np.float32(eps),
-        B * T, C,
-    )  # fmt: skip
-    cu.launch(kernel, grid, block, args, shared_mem=shared_mem)
+    args = out0, out1, *stats, inp, weight0, shift0, weight1, shift1, np.float32(eps), B * T, C
+    cu.launch("parallel_residual_forward_kernel", grid, block, args, shared_mem=shared_mem)
 
 
 def pair(given: Sequence, absent=None) -> list:
@@ -47,12 +54,12 @@ def pair(given: Sequence, absent=None) -> list:
 def parallel_residual_backward(
     dinp, dnorms, douts, inp, norms, stats, B: int, T: int, C: int, *, branches
 ) -> None:  # fmt: skip
-    """dinp (B,T,C) += the gradient of the norms' input inp (B,T,C), which is forward's residual. douts (B,T,C) are the
+    """dinp (B,T,C) += the gradient of the norms' input inp (B,T,C). douts (B,T,C) are the
     gradients of the outs, one for each norm. dnorms has (dweight (C), dshift (C)) for each norm; both are added to.
 
-    For each branch that forward added, branches has (dproj (B,T,C), dbias (C), dropout). dproj = the new dinp through
-    the dropout. Without a dropout the new dinp itself is the gradient of proj, and dproj is not set. dbias += the
-    column sums of this gradient.
+    For each branch that forward added in front, branches has (dproj (B,T,C), dbias (C), dropout). dproj, the gradient
+    of the branch's last product, = the new dinp through the dropout. Without a dropout the new dinp itself is this
+    gradient, and dproj is not set. dbias += its column sums.
 
     norms is forward's; stats is what it set. These may be None: what was None in forward, and its gradient; and a
     dbias that is not wanted, but if the first dbias is None, the second must be, too. The arrays must not overlap.
@@ -96,14 +103,12 @@ def random_and_sites(dropout0: Dropout | None, dropout1: Dropout | None) -> tupl
     return random, dropout0.site if dropout0 else -1, dropout1.site if dropout1 else -1
 
 
+describe(add_dropped, MATRIX, "out residual: N,C", lambda size, a: {"dropout": drop_a_fifth()}, hard="N=133 C=67",
+         twice={"add_dropped": "out"})
+describe(parallel_residual_forward, ROWS, "inp outs.out0 outs.out1: B,T,C; weight0 weight1 shift0 shift1: C; "
+         "stats.mean* stats.rstd*: B,T", lambda size, a: {"norms": [(a.weight0, a.shift0), (a.weight1, a.shift1)]},
+         hard="B=1 T=3 C=2101")
 for variant, drop in ("", lambda site: None), ("dropout", drop_a_fifth):
-    describe(
-        parallel_residual_forward, ROWS, "inp proj0 proj1 residual outs.out0 outs.out1: B,T,C; "
-        "weight0 weight1 shift0 shift1: C; stats.mean* stats.rstd*: B,T",
-        lambda size, a, drop=drop: {
-            "norms": [(a.weight0, a.shift0), (a.weight1, a.shift1)],
-            "branches": [(a.proj0, drop(0)), (a.proj1, drop(1))]},
-        variant, hard="B=1 T=3 C=2101")
     describe(
         parallel_residual_backward, ROWS, "inp dinp dproj0 dproj1 douts.dout0 douts.dout1: B,T,C; weight0 weight1: C; "
         "dbias0* dbias1* dweight0* dweight1* dshift0* dshift1*: C; stats.mean* stats.rstd*: B,T",

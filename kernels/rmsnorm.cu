@@ -12,7 +12,7 @@
 extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(
     floatX* __restrict__ out, float* __restrict__ rstd, const floatX* __restrict__ inp,
     const floatX* __restrict__ weight, float eps, int N, int C) {
-    norm_forward(nullptr, nullptr, rstd, inp, {}, {}, {out, weight}, {}, eps, N, C);
+    norm_forward(nullptr, rstd, inp, {out, weight}, {}, eps, N, C);
 }
 
 // The block is (threads of a row, groups). Each group takes AT_ONCE rows at a time, then all groups advance together.

@@ -125,7 +125,7 @@ def test_a_step_gathers_parameters_once(bitwise, monkeypatch, rng):
 
 # What a script shares with others by name: the output of its last norm, the tensors of attention and of the loss; and
 # modules of kernels and places of dropout that are called as a tensor is.
-SHARED = {"head", "dln", "ln", "logits", "losses", "qkv", "gelu", "swiglu", "proj", "fcproj"}
+SHARED = {"head", "dln", "ln", "logits", "losses", "qkv", "gelu", "swiglu"}
 
 
 def test_nothing_outside_a_script_knows_a_tensor_by_its_name():

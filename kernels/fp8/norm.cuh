@@ -23,7 +23,7 @@ __device__ inline void norm_forward_fp8(Quantizer quantizer, unsigned char* q, f
     float* row = memory_of_row(rows, C);
     quantizer.begin();
     for (int n = row_of_thread(); n < N; n += gridDim.x * blockDim.y) {
-        norm_row(nullptr, mean, rstd, inp, {}, {}, quantized, {}, eps, n, C, row, nullptr);
+        norm_row(mean, rstd, inp, quantized, {}, eps, n, C, row);
     }
     quantizer.end();
 }
