@@ -39,7 +39,7 @@ def layernorm_backward(dinp, dnorm, dout, inp, norm, stats, B: int, T: int, C: i
     # Four blocks a multiprocessor, so that some compute while others wait for memory. With two an H200 took 6% longer,
     # with eight as long.
     chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors, MAX_PARTIALS)
-    partials = partials_of(chunks * 3 * C)
+    partials = partials_of(chunks * 3 * C, "norm partials")
     cu.launch(
         "layernorm_backward_kernel",
         (chunks,),

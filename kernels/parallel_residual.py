@@ -85,7 +85,7 @@ def parallel_residual_backward(
     chunks = min(groups, blocks * device.multiprocessors, MAX_PARTIALS)
     chunks = ceil_div(groups, ceil_div(groups, chunks))  # fewer partial sums; no block has more groups
     block, shared_mem = cu.block(threads), (2 * rows + S * keep) * row_bytes
-    partials = partials_of(chunks * S * C)
+    partials = partials_of(chunks * S * C, "norm partials")
     args = dout0, dout1, inp, weight0, weight1, *stats, B * T, C, S, rows, int(keep)
     if dropped:
         args = dinp, dproj0 if dropout0 else None, dproj1 if dropout1 else None, partials, *args

@@ -39,9 +39,10 @@ def add_partials(outs: list, partials, P: int, C: int, S: int | None = None) -> 
     )
 
 
-def partials_of(count: int):
-    """Scratch for `count` partial sums, fp32."""
-    return device.scratch("partials", (count,), np.float32)
+def partials_of(count: int, purpose: str = "partials"):
+    """Scratch for `count` partial sums, fp32. Norms have a purpose of their own, "norm partials". In backward their
+    sums alternate with the others', so a kernel need not wait until the side stream has read the last ones."""
+    return device.scratch(purpose, (count,), np.float32)
 
 
 def column_sum(out, inp, N: int, C: int) -> None:

@@ -30,7 +30,7 @@ def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B: int, T: int, C: 
     keep = 4 * groups * C <= device.shared_memory - 4096
     groups = groups if keep else 1
     chunks = min(ceil_div(B * T, 2 * groups), 512 // (threads * groups) * device.multiprocessors, MAX_PARTIALS)
-    partials = partials_of(chunks * C)
+    partials = partials_of(chunks * C, "norm partials")
     cu.launch(
         "rmsnorm_backward_kernel",
         (chunks,),

@@ -154,16 +154,21 @@ def plan_of(config, attention: str, B: int, rate: float) -> recording.Plan:
 ], ids=name_of)  # fmt: skip
 def test_every_weights_gradient_is_computed_beside_the_rest_of_backward(config, attention, rate, B):
     """With it what makes its input: a norm's output, recomputed, and from 1024 rows on attention's and the
-    classifier's input, transposed. The streams wait for each other no more often than a person would let them: the side
-    stream once a product, the main stream before a buffer that the side stream reads is written anew, up to four times
-    a layer."""
+    classifier's input, transposed. And the second stages of all sums but the last, with the first ones of a product's
+    bias. The streams wait for each other no more often than a person would let them: the side stream once a product or
+    sum, the main stream before a buffer that the side stream reads is written anew, up to four times a layer. Without
+    dropout it never waits for a sum alone, because norms and other launchers have partial sums of their own."""
     plan, L = plan_of(config, attention, B, rate), config.num_layers
+    names = [launch.name for launch in plan.launches]
+    sums = names.count("add_partials_kernel") - 1
     products = 4 * L + 1
     recomputed = 2 * L + (L + 1) * (B == 32)
-    assert sum(plan.side) == products + recomputed
+    assert sum(plan.side) == products + recomputed + sums + names.count("column_partials_kernel")
     found = [(one, wait) for one, wait in zip(plan.side, plan.waits, strict=True) if wait is not None]
-    assert sum(side for side, _ in found) <= products
-    assert sum(not side for side, _ in found) <= 4 * L + 1
+    assert sum(side for side, _ in found) <= products + sums
+    waits_of_main = [names[wait] for side, wait in found if not side]
+    assert len(waits_of_main) <= 4 * L + 1
+    assert rate or "add_partials_kernel" not in waits_of_main
 
 
 def test_the_devices_have_the_same_operations():

@@ -197,8 +197,9 @@ def training_scratch(kind: type[Model], config: Config, B: int, T: int, attentio
     matrices = [shape[1:] for shape in shapes if len(shape) == 3]
     transposed = [OC * C for OC, C in matrices if weight_is_transposed(B * T, C, OC)]
     # A norm's kernel sums up to six columns of C, qk_norm's two of HS, and a bias' gradient one as long as the bias.
-    widest = max(6 * config.channels, 2 * config.head_size, *(shape[1] for shape in shapes if len(shape) == 2))
+    widest = max(2 * config.head_size, *(shape[1] for shape in shapes if len(shape) == 2))
     found = {
+        "norm partials": 4 * MAX_PARTIALS * 6 * config.channels,
         "partials": 4 * max(MAX_PARTIALS * widest, SQUARES),
         "input_T": X * B * T * max(config.channels, sizes["Q"]) if device.floatX != device.BF16 else 0,
         "weight_T": X * max(transposed, default=0),
