@@ -167,8 +167,9 @@ class CudaDevice:
 
     def kernel(self, path: Path, name: str) -> CudaKernel:
         raw = self.module(path).get_function(name)
-        programmatic = self.compute_capability >= 90 and name in programmatic_kernels(path)
-        return ProgrammaticKernel(raw, self) if programmatic else CudaKernel(raw)
+        # A driver before CUDA 12.3 cannot capture programmatic launches into a graph.
+        can = self.compute_capability >= 90 and self.cupy.cuda.runtime.driverGetVersion() >= 12030
+        return ProgrammaticKernel(raw, self) if can and name in programmatic_kernels(path) else CudaKernel(raw)
 
     def module(self, path: Path):
         key = path, self.floatX

@@ -5,11 +5,14 @@ import time
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import device
 from conftest import refusal
 from device import ceil_div, cpu, cuda, current, from_bf16, to_bf16
 from device.cublaslt import CublasLt, Plan
+from device.cuda_kernel import CudaKernel, ProgrammaticKernel
+from device.sources import programmatic_kernels
 from kernels import gelu
 from oracle import BF16, assert_close, guarded, kernel_tolerance, normal, to_numpy
 
@@ -90,6 +93,16 @@ def test_algorithms_are_not_compared_by_a_result_of_zeros():
     lt, plan, multiplied = object.__new__(CublasLt), Plan(None, (None,) * 3, ["first", "second"]), []
     lt.put_fastest_first(plan, multiplied.append, np.zeros(4, np.float32), stream=None, calls=1)
     assert multiplied == ["first"] and not plan.timed and plan.algorithms == ["first", "second"]
+
+
+@pytest.mark.parametrize("capability, driver, early", [(90, 12030, True), (90, 12020, False), (89, 13000, False)])
+def test_kernels_start_early_if_the_gpu_and_a_driver_that_captures_such_launches_allow_it(capability, driver, early):
+    gpu, raw = object.__new__(cuda.CudaDevice), SimpleNamespace(shared_size_bytes=0, kernel=SimpleNamespace(ptr=1))
+    gpu.cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=SimpleNamespace(driverGetVersion=lambda: driver)))
+    gpu.module = lambda path: SimpleNamespace(get_function=lambda name: raw)
+    gpu.compute_capability = capability
+    kinds = [type(gpu.kernel(gelu.cu.path, name)) for name in programmatic_kernels(gelu.cu.path)]
+    assert kinds and set(kinds) == {ProgrammaticKernel if early else CudaKernel}
 
 
 @any_product
