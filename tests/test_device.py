@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import device
 from conftest import refusal
-from device import ceil_div, cpu, cuda, current, from_bf16, to_bf16
+from device import ceil_div, cpu, cuda, current, from_bf16, nvrtc, to_bf16
 from device.cublaslt import CublasLt, Plan
 from device.cuda_kernel import CudaKernel, ProgrammaticKernel
 from device.sources import programmatic_kernels
@@ -95,11 +95,13 @@ def test_algorithms_are_not_compared_by_a_result_of_zeros():
     assert multiplied == ["first"] and not plan.timed and plan.algorithms == ["first", "second"]
 
 
-@pytest.mark.parametrize("capability, driver, early", [(90, 12030, True), (90, 12020, False), (89, 13000, False)])
-def test_kernels_start_early_if_the_gpu_and_a_driver_that_captures_such_launches_allow_it(capability, driver, early):
-    gpu, raw = object.__new__(cuda.CudaDevice), SimpleNamespace(shared_size_bytes=0, kernel=SimpleNamespace(ptr=1))
-    gpu.cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=SimpleNamespace(driverGetVersion=lambda: driver)))
-    gpu.module = lambda path: SimpleNamespace(get_function=lambda name: raw)
+@pytest.mark.parametrize("capability, version, early", [(90, 12030, True), (90, 12020, False), (89, 13000, False)])
+def test_kernels_start_early_if_the_gpu_and_a_driver_that_captures_such_launches_allow_it(capability, version, early):
+    gpu, function = object.__new__(cuda.CudaDevice), SimpleNamespace(ptr=1)
+    driver_api = SimpleNamespace(funcGetAttribute=lambda attribute, pointer: 0)
+    runtime = SimpleNamespace(driverGetVersion=lambda: version)
+    gpu.cupy = SimpleNamespace(cuda=SimpleNamespace(driver=driver_api, runtime=runtime))
+    gpu.module = lambda path: SimpleNamespace(get_function=lambda name: function)
     gpu.compute_capability = capability
     kinds = [type(gpu.kernel(gelu.cu.path, name)) for name in programmatic_kernels(gelu.cu.path)]
     assert kinds and set(kinds) == {ProgrammaticKernel if early else CudaKernel}
@@ -311,11 +313,11 @@ def extent(array) -> tuple[int, int]:
 def test_cupys_folder_becomes_ours_alone_or_is_refused(tmp_path, monkeypatch):
     folder = tmp_path / "cupy" / "cache"
     monkeypatch.setenv("CUPY_CACHE_DIR", str(folder))
-    cuda.check_cupys_cache()
+    nvrtc.check_cupys_cache()
     assert folder.stat().st_mode & 0o777 == 0o700
     (folder / "kernel.cubin").touch()
     (folder / "kernel.cubin").chmod(0o666)
-    said = refusal(cuda.check_cupys_cache)
+    said = refusal(nvrtc.check_cupys_cache)
     assert "kernel.cubin belongs to another user, or can be written by one: remove it" in said
     monkeypatch.setenv("CUPY_CACHE_DIR", "/proc/none")
-    assert refusal(cuda.check_cupys_cache).startswith("/proc/none: no such file or directory: set CUPY_CACHE_DIR")
+    assert refusal(nvrtc.check_cupys_cache).startswith("/proc/none: no such file or directory: set CUPY_CACHE_DIR")

@@ -1,4 +1,4 @@
-"""Compiles a kernel file by NVRTC, as CuPy does, and keeps what NVRTC reports. This needs no GPU."""
+"""Compiles a kernel file by NVRTC, as the GPU device does, and keeps what NVRTC reports. This needs no GPU."""
 
 import functools
 import hashlib
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import device
 from device.bf16 import DEFINES, floatX_of
-from device.cuda import NVRTC_OPTIONS
+from device.nvrtc import NVRTC_OPTIONS
 
 import pytest
 from cupy.cuda import nvrtc
@@ -58,10 +58,7 @@ def compiler() -> str:
 def compiled(path: Path, capability: int, precision: str, cache: pytest.Cache) -> dict[str, list]:
     """What `compile_kernels` says of a file. It is kept for the next run, as the CPU device keeps its libraries, and
     holds for the same text, options and compiler: most changes change no kernel."""
-    # The second option is CuPy's own addition: NVRTC 13.0 and earlier refuse a kernel's lambdas without it.
-    options = (*NVRTC_OPTIONS, "--device-as-default-execution-space")
-    options += (f"--gpu-architecture=sm_{device.architecture_of(path) or capability}",)
-    options += DEFINES[floatX_of(precision)]
+    options = (*NVRTC_OPTIONS, *DEFINES[floatX_of(precision)], f"-arch=sm_{device.architecture_of(path) or capability}")
     source = device.cuda_source(path)
     key = hashlib.sha256(repr((compiler(), options, source)).encode()).hexdigest()
     name = f"nvrtc/{path.parent.name}_{path.stem}_{capability}_{precision}"
