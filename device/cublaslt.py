@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from device.bf16 import BF16, to_bf16
+from device.errors import UserError
 from device.fp8 import E4M3
 
 import numpy as np
@@ -142,13 +143,20 @@ class CublasLt:
             self.call("MatmulPreferenceSetAttribute", preference, which, ctypes.byref(value), size)
         found, count = (Algorithm * MAX_ALGORITHMS)(), c_int()
         matrices = (*layouts, layouts[-1])
-        self.call(
-            "MatmulAlgoGetHeuristic", self.handle, description, *matrices, preference, MAX_ALGORITHMS, found,
-            ctypes.byref(count),
-        )  # fmt: skip
+        try:
+            self.call(
+                "MatmulAlgoGetHeuristic", self.handle, description, *matrices, preference, MAX_ALGORITHMS, found,
+                ctypes.byref(count),
+            )  # fmt: skip
+            if count.value == 0:
+                raise RuntimeError(f"cublasLt has no algorithm for a product of {m} x {k} and {k} x {n}")
+        except RuntimeError as error:
+            if factors != E4M3:
+                raise
+            raise UserError(
+                f"this cuBLAS does not multiply matrices of fp8 on this GPU ({error}): use --precision bf16"
+            ) from None
         self.call("MatmulPreferenceDestroy", preference)
-        if count.value == 0:
-            raise RuntimeError(f"cublasLt has no algorithm for a product of {m} x {k} and {k} x {n}")
         return Plan(description, layouts, found[: count.value])
 
     def describe(self, description: c_void_p, which: int, value: Any) -> None:

@@ -12,6 +12,7 @@ from conftest import refusal
 from device import ceil_div, cpu, cuda, current, from_bf16, nvrtc, to_bf16
 from device.cublaslt import CublasLt, Plan
 from device.cuda_kernel import CudaKernel, ProgrammaticKernel
+from device.fp8 import E4M3
 from device.sources import programmatic_kernels
 from kernels import gelu
 from oracle import BF16, assert_close, guarded, kernel_tolerance, normal, to_numpy
@@ -87,6 +88,24 @@ def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(each_product, 
                 plan.algorithms, plan.timed = [algorithm], True
                 results.append(multiply(*given))
             assert all(np.array_equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("status, why", [
+    (15, "cublasLtMatmulAlgoGetHeuristic failed with status 15"),  # CUBLAS_STATUS_NOT_SUPPORTED
+    (0, "cublasLt has no algorithm for a product of 32 x 64 and 64 x 16"),
+])  # fmt: skip
+def test_a_cublas_without_products_of_fp8_for_this_gpu_is_told_in_one_line(status, why):
+    class Library:
+        def __getattr__(self, name: str):
+            return lambda *arguments: status if name == "cublasLtMatmulAlgoGetHeuristic" else 0
+
+    lt = object.__new__(CublasLt)
+    lt.library, lt.handle, lt.precision = Library(), None, "fp8"
+    kind = 32, 16, 64, False, True
+    said = refusal(lt.plan, *kind, E4M3, device.BF16, None, 16, 0)
+    assert said == f"this cuBLAS does not multiply matrices of fp8 on this GPU ({why}): use --precision bf16"
+    with pytest.raises(RuntimeError, match=why):
+        lt.plan(*kind, device.BF16, device.BF16, None, 16, 0)
 
 
 def test_algorithms_are_not_compared_by_a_result_of_zeros():
