@@ -41,7 +41,7 @@ REDUCTION_IN_FP32 = 2
 ALGORITHM_PARTS = 2
 
 MAX_ALGORITHMS = 8
-COMPARED = 1 << 20  # words of 16 bits of a result
+COMPARED = 1 << 19  # words of 16 bits at either end of a result
 MIN_COMPARED = {BF16: 1 << 20, np.dtype(np.float32): 1 << 14}  # so many numbers show whether two algorithms agree
 
 
@@ -148,7 +148,8 @@ class CublasLt:
                 "MatmulAlgoGetHeuristic", self.handle, description, *matrices, preference, MAX_ALGORITHMS, found,
                 ctypes.byref(count),
             )  # fmt: skip
-            if count.value == 0:
+            algorithms = [algorithm for algorithm in found[: count.value] if algorithm.status == 0]
+            if not algorithms:
                 raise RuntimeError(f"cublasLt has no algorithm for a product of {m} x {k} and {k} x {n}")
         except RuntimeError as error:
             if factors != E4M3:
@@ -157,7 +158,7 @@ class CublasLt:
                 f"this cuBLAS does not multiply matrices of fp8 on this GPU ({error}): use --precision bf16"
             ) from None
         self.call("MatmulPreferenceDestroy", preference)
-        return Plan(description, layouts, found[: count.value])
+        return Plan(description, layouts, algorithms)
 
     def describe(self, description: c_void_p, which: int, value: Any) -> None:
         """Sets one of a product's attributes."""
@@ -175,17 +176,18 @@ class CublasLt:
         """Times the plan's algorithms, `calls` products at a time, and sorts them. Drops those that may give other bits
         than the first one. multiply(algorithm) sets c. If c becomes 0 everywhere, the plan stays as it is."""
         first = plan.algorithms[0]
-        result = c.reshape(-1).view(np.uint16)[:COMPARED]
+        words = c.reshape(-1).view(np.uint16)
+        ends = words[:COMPARED], words[-COMPARED:]
         multiply(first)
-        expected = result.copy()
-        if not expected.any():  # zeros do not show whether two algorithms agree: a later product may
+        expected = [end.copy() for end in ends]
+        if not any(end.any() for end in expected):  # zeros show no difference: a later product may
             return
 
         def same(algorithm: Algorithm) -> bool:
             if self.parts(algorithm) != self.parts(first):
                 return False
             multiply(algorithm)
-            return bool((result == expected).all())
+            return all(bool((end == first_end).all()) for end, first_end in zip(ends, expected, strict=True))
 
         def seconds(algorithm: Algorithm) -> float:
             stream.begin_capture()

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import device
 from conftest import refusal
@@ -112,6 +113,41 @@ def test_algorithms_are_not_compared_by_a_result_of_zeros():
     lt, plan, multiplied = object.__new__(CublasLt), Plan(None, (None,) * 3, ["first", "second"]), []
     lt.put_fastest_first(plan, multiplied.append, np.zeros(4, np.float32), stream=None, calls=1)
     assert multiplied == ["first"] and not plan.timed and plan.algorithms == ["first", "second"]
+
+
+def test_algorithms_that_cublaslt_gives_with_a_bad_status_are_left_out():
+    class Library:
+        def __getattr__(self, name: str):
+            return lambda *arguments: 0
+
+        def cublasLtMatmulAlgoGetHeuristic(self, *arguments) -> int:
+            found, count = arguments[-2], arguments[-1]._obj
+            count.value, found[1].status = 3, 15
+            for i in range(3):
+                found[i].workspace = i
+            return 0
+
+    lt = object.__new__(CublasLt)
+    lt.library, lt.handle, lt.precision = Library(), None, "bf16"
+    plan = lt.plan(32, 16, 64, False, True, device.BF16, device.BF16, None, 16, 0)
+    assert [algorithm.workspace for algorithm in plan.algorithms] == [0, 2]
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 123, -1])
+@pytest.mark.parametrize("dtype", [device.BF16, np.dtype(np.float32)])
+def test_an_algorithm_is_dropped_if_its_result_differs_at_either_end(wrong, dtype):
+    lt, c = object.__new__(CublasLt), np.zeros((1 << 10, 1 << 11), dtype)
+    lt.parts = lambda algorithm: 1
+
+    def multiply(algorithm: str) -> None:
+        c[:] = 1
+        if algorithm == "second" and wrong is not None:
+            c.reshape(-1)[wrong] = 2
+
+    lt.cupy = SimpleNamespace(cuda=SimpleNamespace(Event=MagicMock, get_elapsed_time=lambda begin, end: 1.0))
+    plan = Plan(None, (None,) * 3, ["first", "second"])
+    lt.put_fastest_first(plan, multiply, c, MagicMock(), calls=1)
+    assert plan.timed and plan.algorithms == (["first", "second"] if wrong is None else ["first"])
 
 
 @pytest.mark.parametrize("capability, version, early", [(90, 12030, True), (90, 12020, False), (89, 13000, False)])
