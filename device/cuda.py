@@ -168,7 +168,7 @@ class CudaDevice:
         # A driver before CUDA 12.3 cannot capture programmatic launches into a graph.
         can = self.compute_capability >= 90 and self.cupy.cuda.runtime.driverGetVersion() >= 12030
         kind = ProgrammaticKernel if can and name in programmatic_kernels(path) else CudaKernel
-        return kind(function, self)
+        return kind(function, name, self)
 
     def module(self, path: Path):
         if (path, self.floatX) not in self.modules:

@@ -4,6 +4,7 @@ import ctypes
 from typing import Any
 
 from device.driver import LaunchAttribute, LaunchConfig, call_driver
+from device.errors import UserError
 
 import numpy as np
 
@@ -16,10 +17,10 @@ STATIC_SHARED, DYNAMIC_SHARED = 1, 8
 class CudaKernel:
     """A CuPy Function that asks for more than the default 48 KiB of shared memory if a launch needs more."""
 
-    def __init__(self, function, device: Any):  # a CudaDevice
-        self.function, self.device, self.driver = function, device, device.cupy.cuda.driver
-        static = self.driver.funcGetAttribute(STATIC_SHARED, function.ptr)
-        self.shared_limit = (48 << 10) - static
+    def __init__(self, function, name: str, device: Any):  # a CudaDevice
+        self.function, self.name, self.device, self.driver = function, name, device, device.cupy.cuda.driver
+        self.static = self.driver.funcGetAttribute(STATIC_SHARED, function.ptr)  # bytes, which count, too
+        self.shared_limit = (48 << 10) - self.static
 
     def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
         if shared_mem > self.shared_limit:
@@ -27,6 +28,11 @@ class CudaKernel:
         self.function(grid, block, args, shared_mem=shared_mem)
 
     def allow(self, shared_mem: int) -> None:
+        if self.static + shared_mem > self.device.shared_memory:
+            raise UserError(
+                f"a block of {self.name} needs {self.static + shared_mem:,} bytes of shared memory, and one of "
+                f"{self.device.name} has {self.device.shared_memory:,}: take a model with fewer channels"
+            )
         self.driver.funcSetAttribute(self.function.ptr, DYNAMIC_SHARED, shared_mem)
         self.shared_limit = shared_mem
 

@@ -162,6 +162,26 @@ def test_kernels_start_early_if_the_gpu_and_a_driver_that_captures_such_launches
     assert kinds and set(kinds) == {ProgrammaticKernel if early else CudaKernel}
 
 
+def test_a_kernel_gets_the_shared_memory_that_its_gpu_has_and_more_is_refused_in_one_line():
+    allowed = []
+    driver_api = SimpleNamespace(
+        funcGetAttribute=lambda attribute, pointer: {1: 384}[attribute],
+        funcSetAttribute=lambda pointer, attribute, value: allowed.append((attribute, value)),
+    )
+    gpu = SimpleNamespace(name="NVIDIA L4", shared_memory=99 << 10, cupy=SimpleNamespace(
+        cuda=SimpleNamespace(driver=driver_api)))  # fmt: skip
+    function = MagicMock(ptr=1)
+    kernel = CudaKernel(function, "layernorm_backward_kernel", gpu)
+    most = (99 << 10) - 384
+    for shared_mem in 48 * 1024 - 384, 50_000, 49_999, most:
+        kernel((1,), (32,), (), shared_mem)
+    assert allowed == [(8, 50_000), (8, most)] and function.call_count == 4
+    assert refusal(kernel, (1,), (32,), (), most + 1) == (
+        "a block of layernorm_backward_kernel needs 101,377 bytes of shared memory, and one of NVIDIA L4 has 101,376: "
+        "take a model with fewer channels"
+    )
+
+
 @any_product
 @example(m=64, n=64, k=64, trans_a=False, trans_b=True)
 @example(m=7, n=5, k=3, trans_a=True, trans_b=False)
