@@ -19,8 +19,9 @@ NEW = f"\n__device__ int compiled_at_{time.time_ns()};\n"
 
 
 def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[str, list]:
-    """Bytes of [stack frame, spill stores, spill loads] a thread, by kernel, as the assembler reports them; and behind
-    them the accesses to memory before the kernel waits for the launch in front of it, None where it does not wait."""
+    """Bytes of [stack frame, spill stores, spill loads] a thread and of static shared memory a block, by kernel, as the
+    assembler reports them; and behind them the accesses to memory before the kernel waits for the launch in front of
+    it, None where it does not wait."""
     program = nvrtc.createProgram(source + NEW, name, [], [])
     try:
         nvrtc.compileProgram(program, (*options, "--ptxas-options=-v"))
@@ -36,8 +37,9 @@ def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[st
     finally:
         nvrtc.destroyProgram(program)
     sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    rows = re.findall(rf"Compiling entry function '(\w+)'.*?{sizes}", log, re.DOTALL)
-    return {kernel: [*map(int, sizes), early_accesses(texts[kernel])] for kernel, *sizes in rows}
+    shared = r"Used \d+ registers(?:.*, (\d+) bytes smem)?"
+    rows = re.findall(rf"Compiling entry function '(\w+)'(?s:.*?){sizes}(?s:.*?){shared}", log)
+    return {kernel: [*(int(size or 0) for size in sizes), early_accesses(texts[kernel])] for kernel, *sizes in rows}
 
 
 def early_accesses(text: str) -> list[str] | None:
