@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from device.bf16 import BF16, to_bf16
+from device.errors import UserError
 from device.fp8 import E4M3
 
 import numpy as np
@@ -41,7 +42,7 @@ REDUCTION_IN_FP32 = 2
 ALGORITHM_PARTS = 2
 
 MAX_ALGORITHMS = 8
-COMPARED = 1 << 20  # words of 16 bits of a result
+COMPARED = 1 << 19  # words of 16 bits at either end of a result
 MIN_COMPARED = {BF16: 1 << 20, np.dtype(np.float32): 1 << 14}  # so many numbers show whether two algorithms agree
 
 
@@ -145,14 +146,22 @@ class CublasLt:
             self.call("MatmulPreferenceSetAttribute", preference, which, ctypes.byref(value), size)
         found, count = (Algorithm * MAX_ALGORITHMS)(), c_int()
         matrices = (*layouts, layouts[-1])
-        self.call(
-            "MatmulAlgoGetHeuristic", self.handle, description, *matrices, preference, MAX_ALGORITHMS, found,
-            ctypes.byref(count),
-        )  # fmt: skip
+        try:
+            self.call(
+                "MatmulAlgoGetHeuristic", self.handle, description, *matrices, preference, MAX_ALGORITHMS, found,
+                ctypes.byref(count),
+            )  # fmt: skip
+            algorithms = [algorithm for algorithm in found[: count.value] if algorithm.status == 0]
+            if not algorithms:
+                raise RuntimeError(f"cublasLt has no algorithm for a product of {m} x {k} and {k} x {n}")
+        except RuntimeError as error:
+            if factors != E4M3:
+                raise
+            raise UserError(
+                f"this cuBLAS does not multiply matrices of fp8 on this GPU ({error}): use --precision bf16"
+            ) from None
         self.call("MatmulPreferenceDestroy", preference)
-        if count.value == 0:
-            raise RuntimeError(f"cublasLt has no algorithm for a product of {m} x {k} and {k} x {n}")
-        return Plan(description, layouts, found[: count.value])
+        return Plan(description, layouts, algorithms)
 
     def describe(self, description: c_void_p, which: int, value: Any) -> None:
         """Sets one of a product's attributes."""
@@ -171,16 +180,17 @@ class CublasLt:
         than the first one. multiply(algorithm) sets c; with None as `add`, to the product without it. If that is 0
         everywhere, the plan stays as it is."""
         first = plan.algorithms[0]
-        result = c.reshape(-1).view(np.uint16)[:COMPARED]
+        words = c.reshape(-1).view(np.uint16)
+        ends = words[:COMPARED], words[-COMPARED:]
 
         def results(algorithm: Algorithm) -> list:
             multiply(algorithm, None)
-            alone = result.copy()
+            alone = [end.copy() for end in ends]
             multiply(algorithm)
-            return [alone, result.copy()]
+            return alone + [end.copy() for end in ends]
 
         expected = results(first)
-        if not expected[0].any():  # zeros do not show whether two algorithms agree: a later product may
+        if not any(end.any() for end in expected[:2]):  # zeros show no difference: a later product may
             return
 
         def same(algorithm: Algorithm) -> bool:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from device.bf16 import DEFINES, floatX_of
-from device.cache import private_folder, refuse_anothers
 from device.cublas import Cublas
 from device.cuda_kernel import CudaKernel, ProgrammaticKernel
 from device.driver import call_driver
 from device.errors import UserError
 from device.host import page_locked
+from device.nvrtc import NVRTC_OPTIONS, architecture_for, check_cupys_cache, compile_file
 from device.progress import progress
-from device.sources import architecture_of, cuda_source, programmatic_kernels
+from device.sources import architecture_of, programmatic_kernels
 from device.tma import TensorMap
 
 import numpy as np
 
-NVRTC_OPTIONS = ("--std=c++17",)
 PIECE = 1 << 24  # floats that `pieces` copies to the host at a time
 
 
@@ -166,43 +164,48 @@ class CudaDevice:
         return 32
 
     def kernel(self, path: Path, name: str) -> CudaKernel:
-        raw = self.module(path).get_function(name)
-        programmatic = self.compute_capability >= 90 and name in programmatic_kernels(path)
-        return ProgrammaticKernel(raw, self) if programmatic else CudaKernel(raw)
+        function = self.module(path).get_function(name)
+        # A driver before CUDA 12.3 cannot capture programmatic launches into a graph.
+        can = self.compute_capability >= 90 and self.cupy.cuda.runtime.driverGetVersion() >= 12030
+        kind = ProgrammaticKernel if can and name in programmatic_kernels(path) else CudaKernel
+        return kind(function, name, self)
 
     def module(self, path: Path):
-        key = path, self.floatX
-        if key not in self.modules:
-            options = NVRTC_OPTIONS + DEFINES[self.floatX]
-            if why := self.why_not_kernels(path):
-                raise UserError(why)
-            if architecture := architecture_of(path):
-                options += (f"-arch=sm_{architecture}",)  # CuPy adds sm_90, too; NVRTC 13 takes the more specific one
-            module = self.cupy.RawModule(code=cuda_source(path), options=options)
-            with progress.compiling():
-                module.compile()
-            self.modules[key] = module
-        return self.modules[key]
+        if (path, self.floatX) not in self.modules:
+            self.load(path, self.compiled(path))
+        return self.modules[path, self.floatX]
+
+    def load(self, path: Path, code: bytes) -> None:
+        module = self.cupy.cuda.Module()
+        module.load(code)
+        self.modules[path, self.floatX] = module
+
+    def compiled(self, path: Path) -> bytes:
+        if why := self.why_not_kernels(path):
+            raise UserError(why)
+        nvrtc = self.cupy.cuda.nvrtc
+        architecture = architecture_of(path) or architecture_for(nvrtc, self.compute_capability, self.name)
+        with progress.compiling():
+            return compile_file(nvrtc, path, (*NVRTC_OPTIONS, *DEFINES[self.floatX], f"-arch=sm_{architecture}"))
 
     def why_not_kernels(self, path: Path) -> str:
         architecture = architecture_of(path)
         if not architecture:
             return ""
         capability = int(architecture.rstrip("a"))
-        if capability != self.compute_capability:
-            needed = f"{capability // 10}.{capability % 10}"
-            return f"{path.name} is for GPUs of compute capability {needed}, which {self.name} is not"
-        if self.cupy.cuda.nvrtc.getVersion() < (13, 0):
-            return f"{path.name} needs the compiler of CUDA 13: install cupy-cuda13x[ctk]"
-        return ""
+        if capability == self.compute_capability:
+            return ""
+        return f"{path.name} is for GPUs of compute capability {capability / 10}, which {self.name} is not"
 
     def compile_all(self, paths: list[Path]) -> None:
+        paths = [path for path in paths if (path, self.floatX) not in self.modules]
         progress.expect(len(paths))
+        codes: dict[Path, bytes] = {}
         failures: list[BaseException] = []
 
         def compile_one(path: Path) -> None:
             try:
-                self.module(path)
+                codes[path] = self.compiled(path)
             except BaseException as error:
                 failures.append(error)
 
@@ -216,6 +219,8 @@ class CudaDevice:
                 thread.join(timeout=0.1)
         for failure in failures:
             raise failure
+        for path in paths:  # by this thread, which has chosen the GPU
+            self.load(path, codes[path])
 
     # Streams
 
@@ -317,20 +322,3 @@ class CudaEvent:
     def since(self, begin: CudaEvent) -> float:
         self.wait()
         return self.cupy.cuda.get_elapsed_time(begin.event, self.event)
-
-
-def check_cupys_cache() -> None:
-    """Makes the folder in which CuPy keeps compiled kernels this user's alone. Raises UserError if it, or a file in it,
-    is somebody else's."""
-    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
-    try:
-        descriptor = private_folder(folder, "CUPY_CACHE_DIR")
-        try:
-            for name in os.listdir(descriptor):
-                with suppress(FileNotFoundError):  # another process of ours compiles, too
-                    found = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
-                    refuse_anothers(folder / name, found, "CUPY_CACHE_DIR")
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror.lower()}: set CUPY_CACHE_DIR to a folder of your own") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -54,10 +55,12 @@ def page_locked(
             # The finalizer holds the memory until it is unlocked. NumPy 2.5 lets go of an array's memory first.
             finalize(array, lambda address, memory: unlock(address), array.ctypes.data, memory).atexit = False
     except (OSError, RuntimeError) as error:  # of the system, or of CUDA
+        remedy = "raise the limit"
+        if "microsoft" in platform.release().lower():
+            remedy = "WSL page-locks little memory, whatever the limit is: run this under Linux itself"
         raise UserError(
             f"--offload: this machine refuses {size >> 20} MiB of page-locked memory ({first_line(error)}); "
-            f"{free_memory() >> 20} MiB are free, and ulimit -l is {locked_limit()}: raise the limit, or leave "
-            "--offload out"
+            f"{free_memory() >> 20} MiB are free, and ulimit -l is {locked_limit()}: {remedy}, or leave --offload out"
         ) from None
     return array
 

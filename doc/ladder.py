@@ -80,7 +80,7 @@ def lacking(capability: int) -> str:
 def lacks(name: str, rung: Rung) -> str:
     """What the device in use lacks to run a rung, in words; empty where it lacks nothing."""
     if rung.in_file and device.why_not_kernels(LADDER / f"{name}.cu"):  # of a file for a single architecture
-        return "needs 9.0 and CUDA 13"
+        return "needs 9.0"
     return lacking(BF16_FROM if TOPICS[name].bf16 else TF32_FROM if rung.tf32 else 0)
 
 

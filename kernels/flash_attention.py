@@ -34,7 +34,7 @@ class Flash(NamedTuple):
 
 
 def has_wgmma() -> bool:
-    """Whether the device in use computes in bf16, has Hopper's matrix product, and has a compiler that knows it."""
+    """Whether the device in use computes in bf16 and has Hopper's matrix product."""
     return device.kind == "cuda" and device.floatX == device.BF16 and not device.why_not_kernels(hopper.path)
 
 

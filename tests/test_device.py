@@ -5,11 +5,16 @@ import time
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import device
 from conftest import refusal
-from device import ceil_div, cpu, cuda, current, from_bf16, to_bf16
+from device import ceil_div, cpu, cuda, current, from_bf16, nvrtc, to_bf16
 from device.cublaslt import CublasLt, Plan
+from device.cuda_kernel import CudaKernel, ProgrammaticKernel
+from device.fp8 import E4M3
+from device.sources import programmatic_kernels
 from kernels import gelu
 from oracle import BF16, assert_close, guarded, kernel_tolerance, normal, to_numpy
 
@@ -90,12 +95,97 @@ def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(
             assert all(np.array_equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("status, why", [
+    (15, "cublasLtMatmulAlgoGetHeuristic failed with status 15"),  # CUBLAS_STATUS_NOT_SUPPORTED
+    (0, "cublasLt has no algorithm for a product of 32 x 64 and 64 x 16"),
+])  # fmt: skip
+def test_a_cublas_without_products_of_fp8_for_this_gpu_is_told_in_one_line(status, why):
+    class Library:
+        def __getattr__(self, name: str):
+            return lambda *arguments: status if name == "cublasLtMatmulAlgoGetHeuristic" else 0
+
+    lt = object.__new__(CublasLt)
+    lt.library, lt.handle, lt.precision = Library(), None, "fp8"
+    kind = 32, 16, 64, False, True
+    said = refusal(lt.plan, *kind, E4M3, device.BF16, None, 16, 0)
+    assert said == f"this cuBLAS does not multiply matrices of fp8 on this GPU ({why}): use --precision bf16"
+    with pytest.raises(RuntimeError, match=why):
+        lt.plan(*kind, device.BF16, device.BF16, None, 16, 0)
+
+
 def test_algorithms_are_not_compared_by_a_result_of_zeros():
     lt, plan, multiplied = object.__new__(CublasLt), Plan(None, (None,) * 3, ["first", "second"]), []
     lt.put_fastest_first(
         plan, lambda *algorithm_and_add: multiplied.append(algorithm_and_add[0]), np.zeros(4, np.float32), None, calls=1
     )
     assert set(multiplied) == {"first"} and not plan.timed and plan.algorithms == ["first", "second"]
+
+
+def test_algorithms_that_cublaslt_gives_with_a_bad_status_are_left_out():
+    class Library:
+        def __getattr__(self, name: str):
+            return lambda *arguments: 0
+
+        def cublasLtMatmulAlgoGetHeuristic(self, *arguments) -> int:
+            found, count = arguments[-2], arguments[-1]._obj
+            count.value, found[1].status = 3, 15
+            for i in range(3):
+                found[i].workspace = i
+            return 0
+
+    lt = object.__new__(CublasLt)
+    lt.library, lt.handle, lt.precision = Library(), None, "bf16"
+    plan = lt.plan(32, 16, 64, False, True, device.BF16, device.BF16, None, 16, 0)
+    assert [algorithm.workspace for algorithm in plan.algorithms] == [0, 2]
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 123, -1])
+@pytest.mark.parametrize("dtype", [device.BF16, np.dtype(np.float32)])
+def test_an_algorithm_is_dropped_if_its_result_differs_at_either_end(wrong, dtype):
+    lt, c = object.__new__(CublasLt), np.zeros((1 << 10, 1 << 11), dtype)
+    lt.parts = lambda algorithm: 1
+
+    def multiply(algorithm: str) -> None:
+        c[:] = 1
+        if algorithm == "second" and wrong is not None:
+            c.reshape(-1)[wrong] = 2
+
+    lt.cupy = SimpleNamespace(cuda=SimpleNamespace(Event=MagicMock, get_elapsed_time=lambda begin, end: 1.0))
+    plan = Plan(None, (None,) * 3, ["first", "second"])
+    lt.put_fastest_first(plan, multiply, c, MagicMock(), calls=1)
+    assert plan.timed and plan.algorithms == (["first", "second"] if wrong is None else ["first"])
+
+
+@pytest.mark.parametrize("capability, version, early", [(90, 12030, True), (90, 12020, False), (89, 13000, False)])
+def test_kernels_start_early_if_the_gpu_and_a_driver_that_captures_such_launches_allow_it(capability, version, early):
+    gpu, function = object.__new__(cuda.CudaDevice), SimpleNamespace(ptr=1)
+    driver_api = SimpleNamespace(funcGetAttribute=lambda attribute, pointer: 0)
+    runtime = SimpleNamespace(driverGetVersion=lambda: version)
+    gpu.cupy = SimpleNamespace(cuda=SimpleNamespace(driver=driver_api, runtime=runtime))
+    gpu.module = lambda path: SimpleNamespace(get_function=lambda name: function)
+    gpu.compute_capability = capability
+    kinds = [type(gpu.kernel(gelu.cu.path, name)) for name in programmatic_kernels(gelu.cu.path)]
+    assert kinds and set(kinds) == {ProgrammaticKernel if early else CudaKernel}
+
+
+def test_a_kernel_gets_the_shared_memory_that_its_gpu_has_and_more_is_refused_in_one_line():
+    allowed = []
+    driver_api = SimpleNamespace(
+        funcGetAttribute=lambda attribute, pointer: {1: 384}[attribute],
+        funcSetAttribute=lambda pointer, attribute, value: allowed.append((attribute, value)),
+    )
+    gpu = SimpleNamespace(name="NVIDIA L4", shared_memory=99 << 10, cupy=SimpleNamespace(
+        cuda=SimpleNamespace(driver=driver_api)))  # fmt: skip
+    function = MagicMock(ptr=1)
+    kernel = CudaKernel(function, "layernorm_backward_kernel", gpu)
+    most = (99 << 10) - 384
+    for shared_mem in 48 * 1024 - 384, 50_000, 49_999, most:
+        kernel((1,), (32,), (), shared_mem)
+    assert allowed == [(8, 50_000), (8, most)] and function.call_count == 4
+    assert refusal(kernel, (1,), (32,), (), most + 1) == (
+        "a block of layernorm_backward_kernel needs 101,377 bytes of shared memory, and one of NVIDIA L4 has 101,376: "
+        "take a model with fewer channels"
+    )
 
 
 @any_product
@@ -304,11 +394,11 @@ def extent(array) -> tuple[int, int]:
 def test_cupys_folder_becomes_ours_alone_or_is_refused(tmp_path, monkeypatch):
     folder = tmp_path / "cupy" / "cache"
     monkeypatch.setenv("CUPY_CACHE_DIR", str(folder))
-    cuda.check_cupys_cache()
+    nvrtc.check_cupys_cache()
     assert folder.stat().st_mode & 0o777 == 0o700
     (folder / "kernel.cubin").touch()
     (folder / "kernel.cubin").chmod(0o666)
-    said = refusal(cuda.check_cupys_cache)
+    said = refusal(nvrtc.check_cupys_cache)
     assert "kernel.cubin belongs to another user, or can be written by one: remove it" in said
     monkeypatch.setenv("CUPY_CACHE_DIR", "/proc/none")
-    assert refusal(cuda.check_cupys_cache).startswith("/proc/none: no such file or directory: set CUPY_CACHE_DIR")
+    assert refusal(nvrtc.check_cupys_cache).startswith("/proc/none: no such file or directory: set CUPY_CACHE_DIR")

@@ -192,18 +192,14 @@ def test_offsets_past_two_to_the_31_elements(dev, monkeypatch, B, NKV):
         assert (to_numpy(got[-1:]) == expected).all()
 
 
-def test_wgmma_is_taken_where_the_gpu_its_compiler_and_the_precision_have_it(monkeypatch):
-    gpu, version = object.__new__(device.CudaDevice), [(13, 0)]
-    gpu.cupy = SimpleNamespace(cuda=SimpleNamespace(nvrtc=SimpleNamespace(getVersion=lambda: version[0])))
-    gpu.name, gpu.compute_capability, gpu.floatX = "NVIDIA H200", 90, device.BF16
+def test_wgmma_is_taken_where_the_gpu_and_the_precision_have_it(monkeypatch):
+    gpu = object.__new__(device.CudaDevice)
     monkeypatch.setattr(device.current, "device", gpu)
-    assert flash_attention.has_wgmma()
-    version[0] = 12, 9
-    assert not flash_attention.has_wgmma()
-    assert "needs the compiler of CUDA 13" in device.why_not_kernels(flash_attention.hopper.path)
-    for version[0], gpu.compute_capability, gpu.floatX in ((13, 0), 100, device.BF16), ((13, 0), 90, np.dtype(FP32)):
-        assert not flash_attention.has_wgmma()
-    gpu.compute_capability, gpu.name = 80, "NVIDIA A100"
+    for gpu.compute_capability, gpu.floatX, gpu.name in (
+        (90, device.BF16, "NVIDIA H200"), (90, np.dtype(FP32), "NVIDIA H200"), (100, device.BF16, "NVIDIA B200"),
+        (80, device.BF16, "NVIDIA A100"),
+    ):  # fmt: skip
+        assert flash_attention.has_wgmma() == (gpu.compute_capability == 90 and gpu.floatX == device.BF16)
     message = "flash_attention_hopper.cu is for GPUs of compute capability 9.0, which NVIDIA A100 is not"
     assert device.why_not_kernels(flash_attention.hopper.path) == message
     assert not device.why_not_kernels(flash_attention.cu.path)

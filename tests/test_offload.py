@@ -115,10 +115,15 @@ def test_a_machine_that_refuses_page_locked_memory_is_told_in_one_line(monkeypat
 
     monkeypatch.setattr(host, "free_memory", lambda: 3 << 30)
     monkeypatch.setattr(host, "locked_limit", lambda: "64 KiB")
+    monkeypatch.setattr(host.platform, "release", lambda: "6.8.0-generic")
     assert refusal(host.page_locked, 5 << 20, "0:1:0", refuse, None) == (
         f"--offload: this machine refuses 5 MiB of page-locked memory ({why}); 3072 MiB are free, and ulimit -l is "
         "64 KiB: raise the limit, or leave --offload out"
     )
+    monkeypatch.setattr(host.platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
+    said = refusal(host.page_locked, 5 << 20, "0:1:0", refuse, None)
+    assert said.endswith(": WSL page-locks little memory, whatever the limit is: run this under Linux itself, or leave "
+                         "--offload out")  # fmt: skip
     huge = refusal(host.page_locked, 1 << 62, "0:1:0", refuse, None)  # there is no such address space
     assert "refuses 4398046511104 MiB" in huge
 

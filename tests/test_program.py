@@ -104,9 +104,9 @@ def test_ctrl_c_is_heard_at_once_while_nvrtc_compiles_even_if_another_thread_get
 
     class Device(CudaDevice):
         def __init__(self):
-            pass
+            self.modules, self.floatX = {}, None
 
-        def module(self, path: Path) -> None:
+        def compiled(self, path: Path) -> bytes:
             time.sleep(0.1)  # until the main thread waits
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
             time.sleep(3)  # NVRTC cannot be stopped

@@ -1,4 +1,4 @@
-"""Compiles a kernel file by NVRTC, as CuPy does, and keeps what NVRTC reports. This needs no GPU."""
+"""Compiles a kernel file by NVRTC, as the GPU device does, and keeps what NVRTC reports. This needs no GPU."""
 
 import functools
 import hashlib
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import device
 from device.bf16 import DEFINES, floatX_of
-from device.cuda import NVRTC_OPTIONS
+from device.nvrtc import NVRTC_OPTIONS
 
 import pytest
 from cupy.cuda import nvrtc
@@ -19,8 +19,9 @@ NEW = f"\n__device__ int compiled_at_{time.time_ns()};\n"
 
 
 def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[str, list]:
-    """Bytes of [stack frame, spill stores, spill loads] a thread, by kernel, as the assembler reports them; and behind
-    them the accesses to memory before the kernel waits for the launch in front of it, None where it does not wait."""
+    """Bytes of [stack frame, spill stores, spill loads] a thread and of static shared memory a block, by kernel, as the
+    assembler reports them; and behind them the accesses to memory before the kernel waits for the launch in front of
+    it, None where it does not wait."""
     program = nvrtc.createProgram(source + NEW, name, [], [])
     try:
         nvrtc.compileProgram(program, (*options, "--ptxas-options=-v"))
@@ -36,8 +37,9 @@ def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[st
     finally:
         nvrtc.destroyProgram(program)
     sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    rows = re.findall(rf"Compiling entry function '(\w+)'.*?{sizes}", log, re.DOTALL)
-    return {kernel: [*map(int, sizes), early_accesses(texts[kernel])] for kernel, *sizes in rows}
+    shared = r"Used \d+ registers(?:.*, (\d+) bytes smem)?"
+    rows = re.findall(rf"Compiling entry function '(\w+)'(?s:.*?){sizes}(?s:.*?){shared}", log)
+    return {kernel: [*(int(size or 0) for size in sizes), early_accesses(texts[kernel])] for kernel, *sizes in rows}
 
 
 def early_accesses(text: str) -> list[str] | None:
@@ -58,10 +60,7 @@ def compiler() -> str:
 def compiled(path: Path, capability: int, precision: str, cache: pytest.Cache) -> dict[str, list]:
     """What `compile_kernels` says of a file. It is kept for the next run, as the CPU device keeps its libraries, and
     holds for the same text, options and compiler: most changes change no kernel."""
-    # The second option is CuPy's own addition: NVRTC 13.0 and earlier refuse a kernel's lambdas without it.
-    options = (*NVRTC_OPTIONS, "--device-as-default-execution-space")
-    options += (f"--gpu-architecture=sm_{device.architecture_of(path) or capability}",)
-    options += DEFINES[floatX_of(precision)]
+    options = (*NVRTC_OPTIONS, *DEFINES[floatX_of(precision)], f"-arch=sm_{device.architecture_of(path) or capability}")
     source = device.cuda_source(path)
     key = hashlib.sha256(repr((compiler(), options, source)).encode()).hexdigest()
     name = f"nvrtc/{path.parent.name}_{path.stem}_{capability}_{precision}"
