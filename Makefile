@@ -121,9 +121,14 @@ $(VENV)/.ready-to-train: | same-python
 endif
 $(VENV)/.ready-to-train: | $(shell $(BROKEN) && echo broken-python)
 endif
+# Colab's Python, and Debian's without python3-venv, cannot put a pip into an environment. One that sees their packages
+# needs none. What pip installs there goes into the environment all the same.
+LENT_PIP = $(PYTHON) -m venv --without-pip --system-site-packages $(VENV) && $(PY) -m pip --version >/dev/null && \
+	echo "note: $(PYTHON) makes no environment with a pip: $(VENV) uses the pip and the packages of $(PYTHON)"
 $(VENV)/.ready-to-train: requirements.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'error: llm.cupy needs Python 3.10 or later')"
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { $(LENT_PIP); } || { \
+		echo "error: no pip for $(VENV): install venv for $(PYTHON) (Debian and Ubuntu: python3-venv)" >&2; exit 1; }
 	$(PIP_INSTALL) -r requirements.txt $(CUPY_TO_TRAIN) $(NCCL)
 	@touch $@
 

@@ -1,6 +1,7 @@
 """dev/bench as it is run, on a model so small that its times do not matter."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,25 @@ def test_in_bf16_pytorch_starts_from_the_same_weights_in_fp32(step_alone):
     ours, eager = map(str.split, step_alone("train_gpt2_fp32", "--precision", "bf16", "--peers", "eager"))
     assert float(eager[-1]) == pytest.approx(float(ours[-1]), abs=2e-3)
     assert ours[:4] == ["llm.cupy", "(softmax", "--precision", "bf16)"]
+
+
+def test_share_prints_one_row_for_the_table_of_the_page(capsys, monkeypatch):
+    """On the CPU, whose peak is not known; then as if it were."""
+    table = re.search(r"^\| GPU \|.*--share.*\n\|( -+:? \|)+$", (ROOT / "doc" / "speed.md").read_text(), re.M)[0]
+    for percent, shown in (None, "peak not known"), (12.34, "12.3%"):
+        monkeypatch.setattr(step, "percent_of_peak", lambda flops, ms: percent)  # noqa: B023
+        step.main([*TINY["train_gpt2_fp32"], "--steps", "1", "--share"])
+        (row,) = capsys.readouterr().out.splitlines()
+        assert row.count("|") == table.partition("\n")[0].count("|")
+        name, driver, cuda, commit, asked, rate, mfu, mebibytes = row.strip("| ").split(" | ")
+        assert (name, driver, cuda, mfu) == (device.name, "-", "-", shown)
+        assert re.fullmatch(r"-|[0-9a-f]{7,}(-dirty)?", commit)
+        parsed = workload.make_parser("").parse_args(shlex.split(asked.strip("`")))
+        assert str(workload.workload_of(parsed, "")) == asked.strip("`")
+        assert float(rate.replace(",", "")) > 0 and re.fullmatch(r"-?[\d,]+", mebibytes)
+    assert step.said_by("no-such-program") == step.said_by("false") == "-"
+    refused = refusal(step.main, ["--share", "--peers", "eager"])
+    assert refused == "--share times ours alone, once: leave --peers and --rounds out"
 
 
 def test_a_peer_that_needs_torchao_says_so(step_alone, monkeypatch):

@@ -47,6 +47,22 @@ def shards(tmp_path):
     return str(tmp_path / "x_train_*.bin")
 
 
+def test_the_public_shards_of_fineweb_are_read_as_they_are(tmp_path):
+    """llm.c's header (magic number, version, count, zeros), 16 bits a token, and the names of the 10 billion tokens."""
+    sizes = {"train_000001": 70000, "train_000103": 900, "val_000000": 500}
+    tokens = {name: np.arange(size) % 50257 for name, size in sizes.items()}
+    for name, its in tokens.items():
+        header = struct.pack("<256i", 20240520, 1, its.size, *[0] * 253)
+        (tmp_path / f"fineweb_{name}.bin").write_bytes(header + its.astype("<u2").tobytes())
+    train, val = (DataLoader(tmp_path / "fineweb", split, 4, 64, 50257) for split in ("train", "val"))
+    assert [file.name for file in train.files] == ["fineweb_train_000001.bin", "fineweb_train_000103.bin"]
+    assert (train.num_tokens, train.num_batches, val.num_batches) == (70900, 273 + 3, 1)
+    for loader, names in (train, ("train_000001", "train_000103")), (val, ("val_000000",)):
+        for name in names:
+            for wanted in llm_c_batches(tokens[name], 4, 64, (tokens[name].size - 1) // 256):
+                np.testing.assert_array_equal(batch(loader), wanted)
+
+
 @pytest.mark.parametrize("vocab_size, tokens, magic, version, code", [
     (257, [1, 2, 3], 20240520, 1, "H"), (65536, [0, 1, 65535], 20240520, 1, "H"), (65537, [1, 2, 3], 20240801, 7, "I"),
     (LLAMA3_V, [0, 65536, LLAMA3_V - 1], 20240801, 7, "I"),

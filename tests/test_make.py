@@ -2,8 +2,10 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +96,29 @@ def test_an_environment_whose_python_has_been_replaced_is_said(target, make, tmp
     (tmp_path / ".ready-to-train").touch()
     said = make("train", f"VENV={tmp_path}", refused=True)
     assert said.startswith(f"error: the Python of {tmp_path} is gone, or has no packages any more: remove ")
+
+
+@pytest.mark.parametrize("pip", [True, False])
+def test_a_python_without_ensurepip_lends_the_environment_its_own_pip(pip, make, tmp_path):
+    """As on Colab: venv fails after it has made most of the environment."""
+    if subprocess.run([sys._base_executable, "-m", "pip", "--version"], capture_output=True).returncode:
+        pytest.skip("this Python has no pip of its own")
+    real, venv = shlex.quote(sys.executable), tmp_path / "venv"
+    write_program(tmp_path / "python", f"""case "$*" in
+    "-m venv --without-pip "*) {f'exec {real} "$@"' if pip else f'exec {real} -m venv --without-pip "$5"'} ;;
+    "-m venv "*) {real} -m venv --without-pip "$3"; echo "ensurepip is not available" >&2; exit 1 ;;
+    *) exec {real} "$@" ;;
+esac""")  # fmt: skip
+    arguments = f"{venv}/.ready-to-train", f"VENV={venv}", f"PYTHON={tmp_path}/python", "PIP_INSTALL=echo $(PY) -m pip"
+    said = make(*arguments, refused=not pip)
+    assert (venv / ".ready-to-train").exists() == pip
+    if pip:
+        assert f"note: {tmp_path}/python makes no environment with a pip: {venv} uses the pip and" in said
+        program = "import sys, pip; print(sys.prefix)"
+        prefix = subprocess.run([venv / "bin" / "python", "-c", program], capture_output=True, text=True).stdout
+        assert prefix == f"{venv}\n"
+    else:
+        assert f"\nerror: no pip for {venv}: install venv for {tmp_path}/python (" in said
 
 
 @pytest.mark.parametrize(("script", "smi", "model"), [

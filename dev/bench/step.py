@@ -5,6 +5,7 @@
     python dev/bench -b 16 --peers ''            # ours alone
     python dev/bench --precision bf16            # all in bf16, PyTorch under autocast
     python dev/bench -b 32 -d 524288             # steps of half a million tokens, by accumulating gradients
+    python dev/bench --share                     # ours alone, as a row for the table of doc/speed.md
 
 All train the same model, from the same weights, on the same made-up tokens, one after the other in one process, each
 with its memory to itself. A step is that of the model script: a batch goes to the device, forward, backward, AdamW, and
@@ -25,6 +26,7 @@ PyTorch's is torch.cuda.max_memory_reserved. On the CPU it is the growth of the 
 import ctypes
 import gc
 import re
+import subprocess
 import sys
 import tempfile
 from argparse import Namespace
@@ -53,6 +55,8 @@ from llmc.run.arguments import positive
 from llmc.run.peak import percent_of_peak
 
 import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TRAINERS = {
     "ours": "llm.cupy",
@@ -243,10 +247,15 @@ def usable_peers(asked: str | None, precision: str, attention: str) -> list[str]
 COLUMNS = "{:40} {:>10} {:>11} {:>11} {:>7} {:>11} {:>8} {:>12}"
 
 
+def rate_and_mfu(result: Result, workload: Workload) -> tuple[float, float | None]:
+    """Tokens a second, and the MFU in percent, or None if the GPU's peak is not known."""
+    flops = flops_per_token(workload.config, workload.T) * workload.step_tokens
+    return 1000 * workload.step_tokens / result.ms, percent_of_peak(flops, result.ms)
+
+
 def print_result(result: Result, ours: Result, workload: Workload, ceilings: Ceilings) -> None:
-    rate = 1000 * workload.step_tokens / result.ms
+    rate, mfu = rate_and_mfu(result, workload)
     flops = flops_per_token(workload.config, workload.T)
-    mfu = percent_of_peak(flops * workload.step_tokens, result.ms)
     memory = f"{result.mebibytes:.0f} MiB" if np.isfinite(result.mebibytes) else "-"
     shares = (f"{100 * rate * flops / ceilings.product:.1f}%", "-" if mfu is None else f"{mfu:.1f}%")
     row = (result.name, f"{result.ms:.2f}", f"{rate:.0f}", *shares, memory)
@@ -286,14 +295,44 @@ def bench(workload: Workload, args: Namespace, peers: list[str]) -> None:
             print_result(found, fastest["ours"], workload, ceilings)
 
 
+def said_by(*command: str) -> str:
+    """The first line that a program prints; "-" if there is no such program here, or it fails."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace", timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return "-"
+    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else "-"
+
+
+def share(workload: Workload, steps: int | None) -> None:
+    """Prints the row of ours for the table in doc/speed.md."""
+    write_data(workload)
+    ours, _ = run_ours(workload, steps, keep=False)
+    driver = cuda = "-"
+    if device.kind == "cuda":
+        from cupy.cuda import runtime
+
+        driver = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        cuda = "{}.{}".format(*divmod(runtime.runtimeGetVersion() // 10, 100))
+    commit = said_by("git", "describe", "--always", "--dirty", "--exclude=*")
+    rate, mfu = rate_and_mfu(ours, workload)
+    of_peak = "peak not known" if mfu is None else f"{mfu:.1f}%"
+    cells = device.name, driver, cuda, commit, f"`{workload}`", f"{rate:,.0f}", of_peak, f"{ours.mebibytes:,.0f}"
+    print(f"| {' | '.join(cells)} |")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser("Time a training step beside PyTorch's and the machine's limits.")
     add = parser.add_argument
     add("--steps", type=positive, metavar="N", help="steps to time (as many as take 10 s, 5 to 100)")
     add("--peers", metavar="NAMES", help=f"of {','.join(PEERS)}; '' for none")
     add("--rounds", type=positive, metavar="N", help="times that each trainer runs, in turn (3 on the CPU, else 1)")
+    add("--share", action="store_true", help="print one row for the table of doc/speed.md: ours alone")
     args = parser.parse_args(arguments)
+    if args.share and (args.peers or args.rounds):
+        raise UserError("--share times ours alone, once: leave --peers and --rounds out")
     device.use(args.device)
     peers = usable_peers(args.peers, args.precision, args.attention)
     with tempfile.TemporaryDirectory() as directory:
-        bench(workload_of(args, directory), args, peers)
+        workload = workload_of(args, directory)
+        share(workload, args.steps) if args.share else bench(workload, args, peers)
