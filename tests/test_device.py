@@ -140,14 +140,15 @@ def test_algorithms_that_cublaslt_gives_with_a_bad_status_are_left_out():
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 123, -1])
+@pytest.mark.parametrize("wrongly", [True, None], ids=["with_add", "alone"])
 @pytest.mark.parametrize("dtype", [device.BF16, np.dtype(np.float32)])
-def test_an_algorithm_is_dropped_if_its_result_differs_at_either_end(wrong, dtype):
+def test_an_algorithm_is_dropped_if_its_result_differs_at_either_end(wrong, wrongly, dtype):
     lt, c = object.__new__(CublasLt), np.zeros((1 << 10, 1 << 11), dtype)
     lt.parts = lambda algorithm: 1
 
-    def multiply(algorithm: str) -> None:
+    def multiply(algorithm: str, add: object = True) -> None:
         c[:] = 1
-        if algorithm == "second" and wrong is not None:
+        if algorithm == "second" and wrong is not None and add is wrongly:
             c.reshape(-1)[wrong] = 2
 
     lt.cupy = SimpleNamespace(cuda=SimpleNamespace(Event=MagicMock, get_elapsed_time=lambda begin, end: 1.0))
