@@ -72,7 +72,7 @@ class CudaDevice:
         self.use_precision("tf32")
 
     def use_precision(self, precision: str) -> str:
-        if self.compute_capability < 80:
+        if self.compute_capability < 80 and (precision != "fp16" or self.compute_capability < 75):
             precision = "fp32"
         if precision == "fp8" and self.compute_capability < 89:
             precision = "bf16"
