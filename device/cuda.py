@@ -47,6 +47,8 @@ class CudaDevice:
         self.shared_memory = self.properties["sharedMemPerBlockOptin"]
         self.l2_bytes = self.properties["l2CacheSize"]
         self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
+        if older := os.environ.get("LLMC_COMPUTE_CAPABILITY"):
+            be_like(self, int(older))
         self.kernels: dict[tuple[Path, str, np.dtype], Callable[..., None]] = {}  # which Source.launch has found
         self.modules: dict[tuple[Path, np.dtype], Any] = {}
         self.constants: dict[tuple, Any] = {}
@@ -317,6 +319,16 @@ class CudaEvent:
     def since(self, begin: CudaEvent) -> float:
         self.wait()
         return self.cupy.cuda.get_elapsed_time(begin.event, self.event)
+
+
+def be_like(gpu: CudaDevice, capability: int) -> None:
+    """Takes a GPU for one of an older compute capability, 75 for 7.5, so that tests run what that one would run.
+    Kernels are compiled to PTX for it, which the driver compiles for the GPU. Only cuBLAS knows the GPU as it is."""
+    gpu.compute_capability = capability
+    if capability < 80:
+        gpu.shared_memory = min(gpu.shared_memory, 64 << 10)
+    architecture = f"-arch=compute_{capability}", "ptx"
+    gpu.cupy.cuda.compiler._get_arch_for_options_for_nvrtc = lambda arch=None: architecture
 
 
 def check_cupys_cache() -> None:

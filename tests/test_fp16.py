@@ -1,7 +1,13 @@
 """--precision fp16: products of fp32 matrices whose operands are rounded to fp16 first, each by a scale of its own."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import device
-from conftest import refusal
+from conftest import DEVICES, refusal
 from kernels.fp16.products import Operand, amaxes, gemm, gemm_strided_batched, round_to_fp16, rounded
 from kernels.matmul import matmul_backward_inp, matmul_backward_weight
 from llmc.model.activations import choose_attention
@@ -14,6 +20,7 @@ from train_gpt2_fp32 import GPT2Config
 import numpy as np
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
 FP32 = np.float32
 B, T = 2, 32
 
@@ -179,6 +186,10 @@ def test_a_step_with_a_weight_that_is_not_finite_says_so_and_changes_nothing(one
     assert np.isnan(loss) and np.isnan(device.to_host(training.adamw.grad_norm)[0])
     assert np.array_equal(before, state_of(training)[0], equal_nan=True)
 
+
+# As on a T4
+
+
 def test_flash_attention_is_left_to_gpus_that_have_tf32(monkeypatch):
     device.use("cpu")
     device.use_precision("fp16")
@@ -187,3 +198,27 @@ def test_flash_attention_is_left_to_gpus_that_have_tf32(monkeypatch):
         monkeypatch.setattr(device.current.device, "compute_capability", capability)
         assert choose_attention("auto", 64) == attention
         assert capability == 80 or "it needs a GPU of compute capability 8.0" in refusal(choose_attention, "flash", 64)
+
+
+def losses_on_a_t4() -> dict[str, list[float]]:
+    return {
+        f"{name} {precision}": losses_of(described(name, 101, T)[1], "softmax", precision, 10).tolist()
+        for name in ("gpt2", "llama3") for precision in ("fp32", "fp16")
+    }  # fmt: skip
+
+
+def print_losses() -> None:
+    device.use("cuda")
+    assert device.compute_capability == 75 and device.shared_memory == 64 << 10 and not device.tf32
+    print(json.dumps(losses_on_a_t4()))
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="there is no GPU")
+def test_what_a_t4_runs_has_the_losses_that_this_gpu_has():
+    """Kernels from PTX of compute capability 7.5, and the launchers' choices for it."""
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "LLMC_COMPUTE_CAPABILITY": "75"}
+    command = [sys.executable, "-c", "import test_fp16; test_fp16.print_losses()"]
+    out = subprocess.run(command, env=env, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    found = json.loads(out.splitlines()[-1])
+    device.use("cuda")
+    assert found == {name: pytest.approx(losses, rel=1e-4) for name, losses in losses_on_a_t4().items()}
