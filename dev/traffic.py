@@ -9,7 +9,7 @@ from kernels.launches import FLOPS, MOVED, TWICE
 # Parameters of kernels that are small beside the others: numbers for a row or a column, sums, tables and scales.
 SMALL = set(
     "weight weight0 weight1 qweight kweight bias shift shift0 shift1 mean rstd partials stats norm losses targets "
-    "tokens positions starts states drawn random table sum scale out_scale previous_amax block_amax".split()
+    "tokens positions starts states drawn random table sum scale out_scale a_scale previous_amax block_amax".split()
 )
 
 PRODUCTS = {

@@ -83,15 +83,21 @@ def compile_all() -> None:
 
 
 def use_precision(precision: str) -> str:
-    """CpuDevice.use_precision. Raises UserError for bf16 or fp8 on a GPU that has none."""
+    """CpuDevice.use_precision. Raises UserError for fp16, bf16 or fp8 on a GPU that has none."""
     found = current.device.use_precision(precision)
-    needed = {"bf16": "8.0", "fp8": "8.9"}.get(precision)
+    needed = {"fp16": "7.5", "bf16": "8.0", "fp8": "8.9"}.get(precision)
     if needed and found != precision:
+        instead = "fp16 or fp32" if has_fp16_alone() else found
         raise UserError(
             f"--precision {precision} needs a GPU of compute capability {needed} or later, and {current.device.name} "
-            f"is of {current.device.compute_capability / 10}: use --precision {found}"
+            f"is of {current.device.compute_capability / 10}: use --precision {instead}"
         )
     return found
+
+
+def has_fp16_alone() -> bool:
+    """Whether the device is a GPU whose tensor cores know neither TF32 nor bf16."""
+    return 75 <= current.device.compute_capability < 80
 
 
 def width() -> int:
@@ -132,13 +138,14 @@ def gemm(
 
 
 def gemm_strided_batched(
-    c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False, causal: str = ""
-) -> None:
+    c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False, causal: str = "",
+    scale_a=None, scale_b=None,
+) -> None:  # fmt: skip
     """CpuDevice.gemm_strided_batched."""
     if current.observers:
         observed_operation("gemm_strided_batched", locals())
     else:
-        current.device.gemm_strided_batched(c, a, b, m, n, k, count, trans_a, trans_b, causal)
+        current.device.gemm_strided_batched(c, a, b, m, n, k, count, trans_a, trans_b, causal, scale_a, scale_b)
 
 
 def fill_zero(array) -> None:

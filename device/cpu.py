@@ -54,10 +54,11 @@ class CpuDevice:
         self.name = f"CPU, {self.cores} cores"
 
     def use_precision(self, precision: str) -> str:
-        """Chooses "fp32"; "tf32", in which matrix products round their operands to 10 bits of mantissa; "bf16", in
-        which `floatX`, the type of parameters, activations and their gradients, is BF16; or "fp8", in which also some
-        products take operands of one byte (kernels/fp8/). Returns the precision that the device then has: a CPU has no
-        TF32, a GPU before compute capability 8.0 has only fp32, and one before 8.9 has no fp8."""
+        """Chooses "fp32"; "tf32", in which matrix products round their operands to 10 bits of mantissa; "fp16", in
+        which our launchers round them to fp16 (kernels/fp16/); "bf16", in which `floatX`, the type of parameters,
+        activations and their gradients, is BF16; or "fp8", in which also some products take operands of one byte
+        (kernels/fp8/). Returns the precision that the device then has: a CPU has no TF32, a GPU before compute
+        capability 8.0 has only fp32 and, from 7.5 on, fp16, and one before 8.9 has no fp8."""
         self.precision = "fp32" if precision == "tf32" else precision
         self.floatX = floatX_of(self.precision)
         return self.precision
@@ -174,29 +175,34 @@ class CpuDevice:
         scale_b[0]. Then trans_a is false and trans_b true, k is a multiple of 16 and n of 8, and the arrays lie at
         multiples of 16 bytes. A GPU's sums are a little less wide (cublaslt.py).
 
+        Or a and b are fp16 (numpy.float16), and c and bias fp32. Then, too, the product is multiplied by scale_a[0] and
+        scale_b[0], which are powers of two, and scale_b[1] is the product of both.
+
         With trans_a, a lies in memory as (k, m) and op transposes it; trans_b likewise, b as (n, k). bias (n,), of the
         type of a and b, is added to every row before the row is rounded.
         """
         if a.dtype == E4M3:
             self.multiply_e4m3(c, a, b, m, n, k, add, bias, scale_a, scale_b)
         else:
-            self.multiply(c, a, b, m, n, k, 1, trans_a, trans_b, add, bias)
+            self.multiply(c, a, b, m, n, k, 1, trans_a, trans_b, add, bias, "", scale_a, scale_b)
 
     def gemm_strided_batched(
         self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False,
-        causal: str = "",
+        causal: str = "", scale_a=None, scale_b=None,
     ) -> None:  # fmt: skip
         """`gemm` for `count` matrices that follow one another in each of a, b and c; c is set.
 
         causal: "c" or "a" if this matrix is causal attention: in memory, (T, T) matrices one below another. Above their
         diagonals a must be 0, and c may become anything. There the CPU leaves out what it can; cuBLAS multiplies whole
         matrices."""
-        self.multiply(c, a, b, m, n, k, count, trans_a, trans_b, causal=causal)
+        self.multiply(c, a, b, m, n, k, count, trans_a, trans_b, 0.0, None, causal, scale_a, scale_b)
 
-    def multiply(self, c, a, b, m, n, k, count, trans_a, trans_b, add=None, bias=None, causal="") -> None:
+    def multiply(
+        self, c, a, b, m, n, k, count, trans_a, trans_b, add=None, bias=None, causal="", scale_a=None, scale_b=None
+    ) -> None:  # fmt: skip
         """`gemm` for `count` matrices."""
         flat = [x.reshape(-1)[: count * size] for x, size in ((c, m * n), (a, m * k), (b, k * n))]
-        wide = [from_bf16(x) if x.dtype == BF16 else x for x in flat]
+        wide = [as_floats(x, scale) for x, scale in zip(flat, (None, scale_a, scale_b), strict=True)]
         args = *wide, m, n, k, int(trans_a), int(trans_b), np.float32(add is c), CAUSAL[causal]
         self.module(PRODUCTS).kernel("product_kernel")(product_grid(m, n, count, self.cores), (1,), args)
         add_to(wide[0].reshape(-1, n), bias, None if add is c else add)
@@ -298,6 +304,11 @@ def add_to(product, *arrays) -> None:
     for array in arrays:
         if array is not None:
             product += (from_bf16(array) if array.dtype == BF16 else array).reshape(-1, product.shape[1])
+
+
+def as_floats(x: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+    """A product's matrix as fp32, in fp16 times its scale: this rounds nothing, because the scale is a power of two."""
+    return x.astype(np.float32) * scale[0] if x.dtype == np.float16 else from_bf16(x) if x.dtype == BF16 else x
 
 
 @functools.cache

@@ -20,7 +20,7 @@ WORKSPACE = 32 << 20  # bytes
 CUDA_R_16BF, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 14, 68, -1
 # CUBLAS_DEFAULT_MATH, and two that CuPy lacks: CUBLAS_TF32_TENSOR_OP_MATH and
 # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
-MATH_MODES = {"fp32": 0, "tf32": 3, "bf16": 16, "fp8": 16}
+MATH_MODES = {"fp32": 0, "tf32": 3, "fp16": 0, "bf16": 16, "fp8": 16}
 TYPES = {BF16: CUDA_R_16BF, np.dtype(np.float32): 0}  # CUDA_R_32F
 
 
@@ -84,8 +84,12 @@ class Cublas:
 
     def gemm_strided_batched(
         self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False,
-        causal: str = "",
+        causal: str = "", scale_a=None, scale_b=None,
     ) -> None:  # fmt: skip
+        if a.dtype == np.float16:
+            here = self.streams[self.at], self.workspaces[self.at], self.calls is self.captured_calls
+            self.lt.gemm(c, a, b, m, n, k, trans_a, trans_b, 0.0, None, scale_a, scale_b, *here, count)
+            return
         shape = self.handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0)
         ld_a, ld_b = m if trans_a else k, k if trans_b else n
         if a.dtype == BF16:

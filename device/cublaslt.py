@@ -1,5 +1,5 @@
-"""cuBLAS's products of bf16 matrices, of matrices of e4m3, and of fp32 matrices to which a bias or another matrix is
-added, by cublasLt. CuPy has no calls for cublasLt, so we call it by ctypes.
+"""cuBLAS's products of bf16 matrices, of matrices of fp16 and e4m3, and of fp32 matrices to which a bias or another
+matrix is added, by cublasLt. CuPy has no calls for cublasLt, so we call it by ctypes.
 
 cublasLt offers several algorithms for a product. It puts the one first that it expects to be the fastest, and is often
 wrong: on an H200 the fastest ones take 4% (4096 rows) and 6% (16384 rows) less for all products of GPT-2 124M. So we
@@ -7,7 +7,7 @@ time the algorithms at the first product of a kind. The measured times change no
 algorithms that cut the sum over k into as many parts as the first one, and that give the first one's result for the
 matrices at hand. A small result may not show that an algorithm adds in another order, because after rounding to bf16
 few numbers differ. So small results are left to the first algorithm; and so are products of fp32 matrices, where a
-faster one gained nothing in a step.
+faster one gained nothing in a step, and of fp16.
 
 Some algorithms round the product before they add a bias. The bias at hand would not show this, because a model that
 begins to train has biases of 0. So random numbers take its place while we compare and time. A matrix that is added may
@@ -32,8 +32,11 @@ from device.fp8 import E4M3
 import numpy as np
 
 # What cublasLt.h calls them
-COMPUTE_32F, COMPUTE_32F_FAST_TF32, R_32F, R_16BF, R_8F_E4M3 = 68, 77, 0, 14, 28
-TYPES = {BF16: R_16BF, np.dtype(np.float32): R_32F, E4M3: R_8F_E4M3}
+COMPUTE_32F, COMPUTE_32F_FAST_TF32, R_32F, R_16F, R_16BF, R_8F_E4M3 = 68, 77, 0, 2, 14, 28
+FP16 = np.dtype(np.float16)
+TYPES = {BF16: R_16BF, FP16: R_16F, np.dtype(np.float32): R_32F, E4M3: R_8F_E4M3}
+DESCRIPTION_POINTER_MODE, POINTERS_TO_DEVICE = 2, 1
+LAYOUT_COUNT, LAYOUT_STRIDE = 5, 6
 DESCRIPTION_TRANSPOSES_A, DESCRIPTION_TRANSPOSES_B, DESCRIPTION_EPILOGUE, DESCRIPTION_BIAS = 3, 4, 7, 8
 DESCRIPTION_SCALE_A, DESCRIPTION_SCALE_B, DESCRIPTION_FAST_ACCUMULATION, DESCRIPTION_BIAS_TYPE = 17, 18, 25, 26
 EPILOGUE_BIAS = 4
@@ -70,6 +73,7 @@ class CublasLt:
         self.cupy, self.handle = cupy, c_void_p(handle)  # a handle of cuBLAS is one of cublasLt, too
         self.library = ctypes.CDLL(f"libcublasLt.so.{cuda_version}")  # libcublas has loaded it, so its name is enough
         self.plans: dict[tuple, Plan] = {}
+        self.zero_and_one = cupy.asarray(np.array([0, 1], np.float32))  # fp16's beta, which lies beside its alpha
         self.precision = "fp32"
 
     def call(self, function: str, *arguments: Any) -> None:
@@ -79,18 +83,18 @@ class CublasLt:
 
     def gemm(
         self, c, a, b, m: int, n: int, k: int, trans_a: bool, trans_b: bool, add, bias, scale_a, scale_b,
-        stream: Any, workspace: Any, capturing: bool,
+        stream: Any, workspace: Any, capturing: bool, count: int = 1,
     ) -> None:  # fmt: skip
-        """CpuDevice.gemm."""
+        """CpuDevice.gemm, and CpuDevice.gemm_strided_batched of fp16."""
         alignment = alignment_of(a, b, c, add, bias)
-        kind = m, n, k, trans_a, trans_b, a.dtype, c.dtype
+        kind = m, n, k, trans_a, trans_b, a.dtype, c.dtype, count
         beside = add is not None and add is not c  # one matrix more to read: another algorithm may be the fastest
         key = *kind, beside, bias is not None, alignment, self.precision
         if key not in self.plans:
             self.plans[key] = self.plan(*kind, bias, alignment, workspace.nbytes)
         plan = self.plans[key]
 
-        if scale_a is not None:  # cublasLt's a is our b
+        if a.dtype == E4M3:  # cublasLt's a is our b
             self.describe(plan.description, DESCRIPTION_SCALE_A, c_void_p(scale_b.data.ptr))
             self.describe(plan.description, DESCRIPTION_SCALE_B, c_void_p(scale_a.data.ptr))
 
@@ -98,13 +102,16 @@ class CublasLt:
             pointer_a, pointer_b, pointer_c, scratch = (c_void_p(array.data.ptr) for array in (a, b, c, workspace))
             pointer_add, beta = (pointer_c, 0.0) if add is None else (c_void_p(add.data.ptr), 1.0)
             layout_b, layout_a, layout_c = plan.layouts
+            factors = ctypes.byref(c_float(1.0)), ctypes.byref(c_float(beta))  # of the product, and of what was there
+            if a.dtype == FP16:
+                factors = c_void_p(scale_b.data.ptr + 4), c_void_p(self.zero_and_one.data.ptr + 4 * int(beta))
             self.call(
-                "Matmul", self.handle, plan.description, ctypes.byref(c_float(1.0)), pointer_b, layout_b, pointer_a,
-                layout_a, ctypes.byref(c_float(beta)), pointer_add, layout_c, pointer_c, layout_c,
+                "Matmul", self.handle, plan.description, factors[0], pointer_b, layout_b, pointer_a,
+                layout_a, factors[1], pointer_add, layout_c, pointer_c, layout_c,
                 ctypes.byref(algorithm), scratch, c_size_t(algorithm.workspace), c_void_p(stream.ptr),
             )  # fmt: skip
 
-        enough = a.dtype != np.float32 and m * n >= MIN_COMPARED[c.dtype]
+        enough = a.dtype not in (np.float32, FP16) and m * n >= MIN_COMPARED[c.dtype]
         if not plan.timed and enough and add is not c and not capturing:  # c may be written several times
             if bias is not None:
                 random = self.cupy.asarray(to_bf16(np.random.default_rng(0).standard_normal(n)))
@@ -115,8 +122,8 @@ class CublasLt:
         multiply(plan.algorithms[0])
 
     def plan(
-        self, m: int, n: int, k: int, trans_a: bool, trans_b: bool, factors: np.dtype, result: np.dtype, bias,
-        alignment: int, workspace: int,
+        self, m: int, n: int, k: int, trans_a: bool, trans_b: bool, factors: np.dtype, result: np.dtype,
+        count: int, bias, alignment: int, workspace: int,
     ) -> Plan:  # fmt: skip
         """What cublasLt recommends for products of a kind, with these types of factors and result. The first algorithm
         is the one that it expects to be the fastest. bias: the array or None. alignment: from alignment_of. workspace:
@@ -131,12 +138,14 @@ class CublasLt:
             self.describe(description, DESCRIPTION_EPILOGUE, c_uint32(EPILOGUE_BIAS))
             self.describe(description, DESCRIPTION_BIAS, c_void_p(bias.data.ptr))  # its alignment matters
             self.describe(description, DESCRIPTION_BIAS_TYPE, c_int32(TYPES[bias.dtype]))
+        if factors == FP16:  # the scales lie on the device
+            self.describe(description, DESCRIPTION_POINTER_MODE, c_int32(POINTERS_TO_DEVICE))
         if factors == E4M3:
             self.describe(description, DESCRIPTION_FAST_ACCUMULATION, c_int8(result == BF16))
         layouts = (
-            self.layout(factors, k if trans_b else n, n if trans_b else k),
-            self.layout(factors, m if trans_a else k, k if trans_a else m),
-            self.layout(result, n, m),
+            self.layout(factors, k if trans_b else n, n if trans_b else k, count),
+            self.layout(factors, m if trans_a else k, k if trans_a else m, count),
+            self.layout(result, n, m, count),
         )
         self.call("MatmulPreferenceCreate", ctypes.byref(preference))
         preferred = {PREFERRED_WORKSPACE: c_size_t(workspace), PREFERRED_REDUCTIONS: c_uint32(REDUCTION_IN_FP32)}
@@ -168,11 +177,14 @@ class CublasLt:
         size = c_size_t(ctypes.sizeof(value))
         self.call("MatmulDescSetAttribute", description, which, ctypes.byref(value), size)
 
-    def layout(self, dtype: np.dtype, rows: int, columns: int) -> c_void_p:
-        """A matrix that lies by columns, without gaps."""
+    def layout(self, dtype: np.dtype, rows: int, columns: int, count: int) -> c_void_p:
+        """`count` matrices that lie by columns, without gaps."""
         made = c_void_p()
         self.call("MatrixLayoutCreate", ctypes.byref(made), TYPES[dtype], c_uint64(rows), c_uint64(columns),
                   c_int64(rows))  # fmt: skip
+        for which, value in (LAYOUT_COUNT, c_int32(count)), (LAYOUT_STRIDE, c_int64(rows * columns)):
+            size = c_size_t(ctypes.sizeof(value))
+            self.call("MatrixLayoutSetAttribute", made, which, ctypes.byref(value), size)
         return made
 
     def put_fastest_first(self, plan: Plan, multiply: Any, c, stream: Any, calls: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ PIECE = 1 << 24  # floats that `pieces` copies to the host at a time
 class CudaDevice:
     kind = "cuda"
     has_streams = True
+    emulates = False  # whether it runs what an older GPU would run
 
     def __init__(self, number: int = 0):
         import cupy
@@ -45,6 +47,11 @@ class CudaDevice:
         self.shared_memory = self.properties["sharedMemPerBlockOptin"]
         self.l2_bytes = self.properties["l2CacheSize"]
         self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
+        # With this variable tests run what an older GPU would run, one of compute capability 7.5, say. Kernels become PTX
+        # for it, which the driver compiles for this GPU. Only cuBLAS knows this GPU as it is.
+        if older := os.environ.get("LLMC_COMPUTE_CAPABILITY"):
+            self.compute_capability, self.emulates = int(older), True
+            self.shared_memory = min(self.shared_memory, (64 if self.compute_capability < 80 else 99) << 10)
         self.kernels: dict[tuple[Path, str, np.dtype], Callable[..., None]] = {}  # which Source.launch has found
         self.modules: dict[tuple[Path, np.dtype], Any] = {}
         self.constants: dict[tuple, Any] = {}
@@ -70,7 +77,7 @@ class CudaDevice:
         self.use_precision("tf32")
 
     def use_precision(self, precision: str) -> str:
-        if self.compute_capability < 80:
+        if self.compute_capability < 80 and (precision != "fp16" or self.compute_capability < 75):
             precision = "fp32"
         if precision == "fp8" and self.compute_capability < 89:
             precision = "bf16"
@@ -185,8 +192,9 @@ class CudaDevice:
             raise UserError(why)
         nvrtc = self.cupy.cuda.nvrtc
         architecture = architecture_of(path) or architecture_for(nvrtc, self.compute_capability, self.name)
+        kind = "compute" if self.emulates else "sm"  # PTX, which the driver compiles for the GPU, or its own code
         with progress.compiling():
-            return compile_file(nvrtc, path, (*NVRTC_OPTIONS, *DEFINES[self.floatX], f"-arch=sm_{architecture}"))
+            return compile_file(nvrtc, path, (*NVRTC_OPTIONS, *DEFINES[self.floatX], f"-arch={kind}_{architecture}"))
 
     def why_not_kernels(self, path: Path) -> str:
         architecture = architecture_of(path)

@@ -34,7 +34,8 @@ def architecture_for(nvrtc: Any, capability: int, name: str) -> int:
 
 
 def compile_file(nvrtc: Any, path: Path, options: tuple[str, ...]) -> bytes:
-    """The code of a .cu file, from the cache if it is there. Raises UserError if it cannot be compiled or kept."""
+    """The code of a .cu file, from the cache if it is there. options[-1] is an -arch. For a virtual one, such as
+    compute_75, the code is PTX. Raises UserError if it cannot be compiled or kept."""
     source = cuda_source(path)
     key = hashlib.sha256(repr((nvrtc.getVersion(), options, source)).encode()).hexdigest()
     kept = cupys_cache() / f"{path.stem}-{key[:32]}"
@@ -47,7 +48,7 @@ def compile_file(nvrtc: Any, path: Path, options: tuple[str, ...]) -> bytes:
     program = nvrtc.createProgram(source, path.name, (), ())
     try:
         nvrtc.compileProgram(program, options)
-        code = nvrtc.getCUBIN(program)
+        code = nvrtc.getPTX(program).encode() if "-arch=compute" in options[-1] else nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError:
         major, minor = nvrtc.getVersion()
         raise UserError(

@@ -12,7 +12,8 @@ READS, SETS, UPDATES = "reads", "sets", "updates"
 
 # The arrays of the operations that are not kernels. Each operation writes the first one.
 OPERATIONS = {
-    "gemm": ("c", "a", "b", "add", "bias", "scale_a", "scale_b"), "gemm_strided_batched": ("c", "a", "b"),
+    "gemm": ("c", "a", "b", "add", "bias", "scale_a", "scale_b"),
+    "gemm_strided_batched": ("c", "a", "b", "scale_a", "scale_b"),
     "fill_zero": ("array",), "copy": ("dst", "src"),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import device
 from device import ceil_div
 from kernels.cached_attention import Cached, cached_attention_forward
 from kernels.flash_attention import Flash, flash_attention_backward, flash_attention_forward, scratch_of_flash
+from kernels.fp16.products import gemm_strided_batched
 from kernels.launches import describe
 
 import numpy as np
@@ -63,10 +64,10 @@ def matrix_attention_forward(out, kept: Matrices, qkv, B: int, T: int, NH: int, 
     q, k, v = split(qkvr, B * T * C, B * T * NKV * HS)
     # The G query heads of a group are neighbours: a product takes them for one head with G * T queries. causal names
     # the operand that is 0, or not needed, above the diagonal: a or c.
-    device.gemm_strided_batched(att, q, k, G * T, T, HS, B * NKV, trans_b=True, causal="c")
+    gemm_strided_batched(att, q, k, G * T, T, HS, B * NKV, trans_b=True, causal="c")
     forward = "relu_forward_kernel" if relu else "softmax_forward_kernel"
     launch_by_att_row(forward, B * NH * T, (att, np.float32(1.0 / math.sqrt(HS)), B * NH * T, T))
-    device.gemm_strided_batched(heads, att, v, G * T, HS, T, B * NKV, causal="a")
+    gemm_strided_batched(heads, att, v, G * T, HS, T, B * NKV, causal="a")
     launch_by_row("unpermute_kernel", B * T, C, HS, (out, heads, T, NH, HS))
 
 
@@ -80,13 +81,13 @@ def matrix_attention_backward(dqkv, dout, kept: Matrices, B: int, T: int, NH: in
     q, k, v = split(qkvr, B * T * C, B * T * NKV * HS)
     dq, dk, dv = split(dqkvr, B * T * C, B * T * NKV * HS)
     launch_by_row("unpermute_backward_kernel", B * T, C, HS, (heads, dout, T, NH, HS))
-    device.gemm_strided_batched(datt, heads, v, G * T, T, HS, B * NKV, trans_b=True, causal="c")
+    gemm_strided_batched(datt, heads, v, G * T, T, HS, B * NKV, trans_b=True, causal="c")
     # Adds up the heads of a group, too, because it sums over G * T; so does the product of dk.
-    device.gemm_strided_batched(dv, att, heads, T, HS, G * T, B * NKV, trans_a=True, causal="a")
+    gemm_strided_batched(dv, att, heads, T, HS, G * T, B * NKV, trans_a=True, causal="a")
     backward = "relu_backward_kernel" if relu else "softmax_backward_kernel"
     launch_by_att_row(backward, B * NH * T, (datt, att, np.float32(1.0 / math.sqrt(HS)), B * NH * T, T))
-    device.gemm_strided_batched(dq, datt, k, G * T, HS, T, B * NKV, causal="a")
-    device.gemm_strided_batched(dk, datt, q, T, HS, G * T, B * NKV, trans_a=True, causal="a")
+    gemm_strided_batched(dq, datt, k, G * T, HS, T, B * NKV, causal="a")
+    gemm_strided_batched(dk, datt, q, T, HS, G * T, B * NKV, trans_a=True, causal="a", again=True)
     launch_by_row("permute_backward_kernel", B * T, C, HS, (dqkv, dqkvr, B, T, NH, NKV, HS))
 
 

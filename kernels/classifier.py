@@ -2,6 +2,7 @@
 everything between the two products."""
 
 import device
+from kernels.fp16.products import gemm
 from kernels.launches import describe, random_tokens
 from kernels.matmul import matmul_backward_weight, matmul_forward
 
@@ -31,7 +32,7 @@ def classifier(
         matmul_forward(chunk, inp[start:end], weight, None, 1, N, C, Vp)
         fused_classifier(chunk, losses[start:end], dloss, targets[start:end], 1, N, V, Vp)
         if dloss:  # not matmul_backward_inp, which for many rows would make a transposed copy of this large weight
-            device.gemm(dinp.reshape(-1, C)[start:end], chunk, weight, N, C, Vp)
+            gemm(dinp.reshape(-1, C)[start:end], chunk, weight, N, C, Vp)
             matmul_backward_weight(dweight, chunk, inp[start:end], 1, N, C, Vp, accumulate or start > 0)
 
 

@@ -1,5 +1,6 @@
 // Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T, and with a residual connection behind
-// them + residual (N, OC). cuBLAS computes the products, except that of a single row. This file has that one, and a transposition. Both are memory-bound.
+// them + residual (N, OC). cuBLAS computes the products, except that of a single row. This file has that one, and a
+// transposition. Both are memory-bound.
 #include "matvec.cuh"
 #include "tile.cuh"
 

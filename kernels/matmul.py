@@ -1,9 +1,10 @@
-"""Linear layers: matrix products (`device.gemm`), and the launchers of matmul.cu."""
+"""Linear layers: matrix products (`gemm`), and the launchers of matmul.cu."""
 
 import device
 from device import ceil_div
 from device.sources import Source
 from kernels.dispatch import dispatched
+from kernels.fp16.products import gemm
 from kernels.launches import MATRIX, describe
 from kernels.reduce import column_sum
 
@@ -25,7 +26,7 @@ def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int, resi
     if B * T == 1:
         matvec(out, inp, weight, bias, residual, C, OC)
     else:
-        device.gemm(out, inp, weight, B * T, OC, C, trans_b=True, add=residual, bias=bias)
+        gemm(out, inp, weight, B * T, OC, C, trans_b=True, add=residual, bias=bias)
 
 
 def matvec(out, inp, weight, bias, residual, C: int, OC: int) -> None:
@@ -64,9 +65,14 @@ ROWS_WORTH_TRANSPOSING = 1024
 MAX_WEIGHTS_PER_ROW = 1280
 
 
+def worth_transposing(N: int) -> bool:
+    """Whether a product sums faster over N rows of an input that is transposed. In fp16 it is as in bf16."""
+    return transposes() and device.precision != "fp16" and N >= ROWS_WORTH_TRANSPOSING
+
+
 def weight_is_transposed(N: int, C: int, OC: int) -> bool:
     """Whether matmul_backward_inp transposes a weight (OC,C) for N rows."""
-    return transposes() and N >= ROWS_WORTH_TRANSPOSING and C * OC < MAX_WEIGHTS_PER_ROW * N
+    return worth_transposing(N) and C * OC < MAX_WEIGHTS_PER_ROW * N
 
 
 @dispatched("weight")
@@ -79,9 +85,9 @@ def matmul_backward_inp(dinp, dout, weight, B: int, T: int, C: int, OC: int, acc
     if weight_is_transposed(B * T, C, OC):
         weight_T = device.scratch("weight_T", (C, OC), device.floatX)
         transpose(weight_T, weight, OC, C)
-        device.gemm(dinp, dout, weight_T, B * T, C, OC, trans_b=True, add=add)
+        gemm(dinp, dout, weight_T, B * T, C, OC, trans_b=True, add=add)
     else:
-        device.gemm(dinp, dout, weight, B * T, C, OC, add=add)
+        gemm(dinp, dout, weight, B * T, C, OC, add=add)
 
 
 @dispatched("dweight")
@@ -93,13 +99,13 @@ def matmul_backward_weight(dweight, dout, inp, B: int, T: int, C: int, OC: int, 
     """
     add = dweight if accumulate else None
     if not inp.flags.c_contiguous:
-        device.gemm(dweight, dout, inp.T, OC, C, B * T, trans_a=True, trans_b=True, add=add)
-    elif transposes() and B * T >= ROWS_WORTH_TRANSPOSING:
+        gemm(dweight, dout, inp.T, OC, C, B * T, trans_a=True, trans_b=True, add=add, again=True)
+    elif worth_transposing(B * T):
         inp_T = device.scratch("input_T", (C, B * T), device.floatX)
         transpose(inp_T, inp, B * T, C)
-        device.gemm(dweight, dout, inp_T, OC, C, B * T, trans_a=True, trans_b=True, add=add)
+        gemm(dweight, dout, inp_T, OC, C, B * T, trans_a=True, trans_b=True, add=add)
     else:
-        device.gemm(dweight, dout, inp, OC, C, B * T, trans_a=True, add=add)
+        gemm(dweight, dout, inp, OC, C, B * T, trans_a=True, add=add, again=True)
 
 
 def matmul_backward_bias(dbias, dout, B: int, T: int, OC: int) -> None:

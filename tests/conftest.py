@@ -104,8 +104,8 @@ def switch_device(name: str, monkeypatch) -> None:
     if kind == "cpu":
         monkeypatch.setenv("LLMC_CPU_WARP", "32" if "warp32" in variants else "1")
     device.use(kind)
-    precision = next((each for each in ("tf32", "bf16") if each in variants), "fp32")
-    if kind == "cuda" and precision != "fp32" and device.current.device.compute_capability < 80:
+    precision = next((each for each in ("tf32", "fp16", "bf16") if each in variants), "fp32")
+    if kind == "cuda" and precision not in ("fp32", "fp16") and device.current.device.compute_capability < 80:
         pytest.skip(f"this GPU has no {precision}")
     device.use_precision(precision)
 
@@ -136,6 +136,7 @@ LONG_WARPS = pytest.param("cpu-warp32", marks=pytest.mark.long)
 TYPES = [*DEVICES, "cpu-bf16", pytest.param("cpu-warp32-bf16", marks=pytest.mark.long)]
 TYPES += ["cuda-bf16"] * ("cuda" in DEVICES)
 TF32 = ["cuda-tf32"] * ("cuda" in DEVICES)
+FP16 = ["cpu-fp16"] + ["cuda-fp16"] * ("cuda" in DEVICES)
 
 # "cpu" runs the kernels with warps of one thread, as training on the CPU does; "cpu-warp32" runs them with the warps of
 # 32 that a GPU has, so that every shuffle takes part; "cuda" is the GPU, left out where there is none. Matrix products
@@ -144,9 +145,9 @@ dev = on(DEVICES)
 # For kernels that are built for each type: also with bf16 for parameters, activations and their gradients. What
 # tests/oracle.py makes and compares follows the type.
 each_type = on(TYPES)
-# For what multiplies matrices: also with TF32 products, where there is a GPU that can.
+# For what multiplies matrices: also with TF32 products, where there is a GPU that can, or with operands of fp16.
 product_dev = on([*DEVICES, *TF32])
-each_product = on([*TYPES, *TF32])
+each_product = on([*TYPES, *TF32, *FP16])
 # For what bears on kernels no more than other tests do, and for whole models: with warps of 32 on a CPU in make
 # test-all alone.
 one_dev = on(["cpu", LONG_WARPS, *DEVICES[2:]])

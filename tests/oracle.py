@@ -70,18 +70,19 @@ largest_errors: dict[tuple[str, str, str], tuple[float, float]] = {}
 
 def note_error(name: str, error: float, tolerance: float) -> None:
     test = os.environ.get("PYTEST_CURRENT_TEST", "").split("/")[-1]
-    on = next((d for d in ("cpu-warp32", "cuda-tf32", "cuda", "cpu") if d in test.partition("[")[2]), "-")
+    devices = "cpu-warp32", "cuda-tf32", "cuda-fp16", "cuda", "cpu-fp16", "cpu"
+    on = next((d for d in devices if d in test.partition("[")[2]), "-")
     key = test.split("::")[0], on, name
     largest_errors[key] = max(largest_errors.get(key, (0.0, tolerance)), (error, tolerance))
 
 
 def kernel_tolerance(device) -> float:
     """What a launcher that multiplies matrices may be off by on this device."""
-    return KERNEL_TF32 if device.tf32 else KERNEL_FP32
+    return KERNEL_TF32 if device.tf32 or device.precision == "fp16" else KERNEL_FP32
 
 
 def model_tolerance(device) -> float:
-    return MODEL_TF32 if device.tf32 else MODEL_FP32
+    return MODEL_TF32 if device.tf32 or device.precision == "fp16" else MODEL_FP32
 
 
 def after_steps(tolerance: float) -> float:

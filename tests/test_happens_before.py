@@ -282,6 +282,7 @@ CASES = [  # precision, model, batches a step, recorded
     *(("fp32", config, 1, True) for config in CONFIGS), ("fp32", CONFIGS[0], 2, True), ("fp32", CONFIGS[0], 1, False),
     ("bf16", EVEN_CHANNELS, 1, True), ("fp8", QUANTIZED, 1, True), ("fp8", QUANTIZED, 2, True),
     ("fp8", GPT2Config(32, 101, 2, 2, 48), 1, True), ("fp8", PythiaConfig(32, 101, 2, 2, 32), 1, True),
+    ("fp16", QUANTIZED, 2, True),
 ]  # fmt: skip
 FLAGS = [{}, {"grad_clip": 0.1}, {"sharded": True}, {"sharded": True, "grad_clip": 0.1}, {"bitwise": True},
          {"sharded": True, "bitwise": True}, {"offload": True}, {"sharded": True, "offload": True},

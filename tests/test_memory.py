@@ -49,7 +49,8 @@ def count_allocations(monkeypatch) -> list:
 
 @pytest.mark.parametrize("flags", [{}, {"recompute": True}, {"offload": True}, {"logit_rows": 7}], ids=str)
 @pytest.mark.parametrize("precision, config, attention", [
-    *(("fp32", *each) for each in ONE_OF_EACH[::2]), *(("fp8", each, "softmax") for each in QUANTIZED),
+    *(("fp32", *each) for each in ONE_OF_EACH[::2]), *(("fp16", *each) for each in ONE_OF_EACH[:4]),
+    *(("fp8", each, "softmax") for each in QUANTIZED),
 ], ids=name_of)  # fmt: skip
 def test_training_allocates_what_the_table_says(one_dev, precision, config, attention, flags, monkeypatch):
     """Up to some arrays that are smaller than a batch. The passes then allocate nothing more."""

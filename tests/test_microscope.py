@@ -39,9 +39,12 @@ def test_no_kernel_has_a_race_and_every_one_was_looked_at(runs, precision):
     assert {kernel: races for kernel, races in runs["races"][precision].items() if races} == {}
     files = [path for path in (ROOT / "kernels").rglob("*.cu") if precision == "bf16" or not architecture_of(path)]
     kernels = {name for path in files for name in kernel_declarations(path)}
-    fp8 = {name for path in (ROOT / "kernels" / "fp8").glob("*.cu") for name in kernel_declarations(path)}
-    of_bf16 = {"split_kernel", "join_kernel", *fp8} if precision == "fp32" else set()
-    assert set(runs["races"][precision]) == kernels - of_bf16
+    fp8, fp16 = (
+        {name for path in (ROOT / "kernels" / folder).glob("*.cu") for name in kernel_declarations(path)}
+        for folder in ("fp8", "fp16")
+    )
+    of_the_other = {"split_kernel", "join_kernel", *fp8} if precision == "fp32" else fp16
+    assert set(runs["races"][precision]) == kernels - of_the_other
 
 
 def test_the_profile_counts_no_more_bytes_than_a_kernel_touches_and_by_its_rule_no_fewer(runs):

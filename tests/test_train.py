@@ -292,7 +292,7 @@ USAGE = [
     ("-l nan", "-l/--learning-rate: nan must be"), ("-q 2", "-q/--final-fraction: 2 must lie between 0 and 1"),
     ("--beta1 1", "--beta1: 1 must be 0 or more, and below 1"), ("--eps 0", "--eps: 0 must be at least 1.2e-38"),
     ("-y 3", "-y/--resume: 3 must be 0, 1 or 2"), ("-f 2", "argument -f: 2 must be 0 or 1"),
-    ("--precision fp16", "--precision: .*fp16.*fp32.*tf32.*bf16"), ("--no-such-flag", "--no-such-flag"),
+    ("--precision fp12", "--precision: .*fp12.*fp32.*tf32.*fp16.*bf16"), ("--no-such-flag", "--no-such-flag"),
     ("--checkpoint-dir ''", "must not be empty: name something, or leave the flag out"),
 ]  # fmt: skip
 VALUES = [
@@ -354,16 +354,38 @@ def test_without_t_a_sequence_is_as_long_as_the_model_takes_and_at_most_1024(fol
             assert table_of(out)["sequence length T"] == str(T)
 
 
-@pytest.mark.parametrize("precision, needed, has, instead", [("bf16", "8.0", 75, "fp32"), ("fp8", "8.9", 80, "bf16")])
-def test_a_precision_that_a_gpu_lacks_is_refused_in_one_line(refuse_here, monkeypatch, precision, needed, has, instead):
-    class Turing(CpuDevice):
-        compute_capability, blas = has, SimpleNamespace(use_precision=lambda precision: None)
+def use_gpu(monkeypatch, capability: int) -> None:
+    """Runs take the CPU device for a GPU of this compute capability when they choose a precision."""
+
+    class Gpu(CpuDevice):
+        compute_capability, blas = capability, SimpleNamespace(use_precision=lambda precision: None)
         use_precision = CudaDevice.use_precision
 
-    monkeypatch.setattr(device, "use", lambda kind, number: setattr(device.current, "device", Turing()))
+    monkeypatch.setattr(device, "use", lambda kind, number: setattr(device.current, "device", Gpu()))
+
+
+@pytest.mark.parametrize("precision, needed, has, instead", [
+    ("fp16", "7.5", 70, "fp32"), ("bf16", "8.0", 70, "fp32"), ("bf16", "8.0", 75, "fp16 or fp32"),
+    ("fp8", "8.9", 75, "fp16 or fp32"), ("fp8", "8.9", 80, "bf16"),
+])  # fmt: skip
+def test_a_precision_that_a_gpu_lacks_is_refused_in_one_line(refuse_here, monkeypatch, precision, needed, has, instead):
+    use_gpu(monkeypatch, has)
     said = refuse_here("--precision", precision)
     assert said.startswith(f"error: --precision {precision} needs a GPU of compute capability {needed} or later, and ")
     assert said.endswith(f" is of {has / 10}: use --precision {instead}\n")
+
+
+@pytest.mark.parametrize("has, flags, says", [
+    (75, [], True), (75, ["--precision", "fp32"], False), (75, ["--precision", "fp16"], False), (70, [], False),
+    (80, [], False),
+])  # fmt: skip
+def test_a_gpu_with_tensor_cores_for_fp16_alone_says_so_once_nobody_asks(
+    has, flags, says, folder, trainer_here, monkeypatch
+):
+    use_gpu(monkeypatch, has)
+    out, error = trainer_here(GPT2, folder, [*program(folder)[1], "-x", "1", "-s", "0", "-v", "0", *flags])
+    line = "CPU.* has no TF32; --precision fp16 multiplies on its tensor cores"
+    assert bool(re.search(line, error)) == says and "TF32" not in error.replace("has no TF32", "") and steps_of(out)
 
 
 def test_a_model_with_rows_of_padding_is_trained_on_data_of_fewer_tokens(folder, refuse_here, run_here):

@@ -14,9 +14,9 @@ from device.errors import UserError
 from kernels.attention import Matrices, scratch_of_attention
 from kernels.cached_attention import Cached, scratch_of_cache
 from kernels.flash_attention import HEAD_SIZES, Flash
-from kernels.matmul import weight_is_transposed
+from kernels.matmul import weight_is_transposed, worth_transposing
 from kernels.reduce import MAX_PARTIALS, SQUARES
-from llmc.model import fp8
+from llmc.model import fp8, fp16
 from llmc.model.batch import Batch
 from llmc.model.model import Model
 from llmc.model.tensors import ALIGNMENT, Config, Table, layout, name_tensors, shape_of, without
@@ -58,13 +58,14 @@ def choose_attention(kind: str, HS: int) -> str:
     cannot run."""
     if kind == "flash" and HS not in HEAD_SIZES:
         raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {HS}: use -a softmax")
-    if kind == "flash" and device.kind == "cuda" and device.precision == "fp32":
+    lacks_flash = device.kind == "cuda" and (device.precision == "fp32" or device.has_fp16_alone())
+    if kind == "flash" and lacks_flash:
         raise UserError(
             "-a flash computes in TF32 or bf16: it needs a GPU of compute capability 8.0 or later, and no --precision "
             "fp32; use -a softmax"
         )
     if kind == "auto":
-        return "flash" if HS in HEAD_SIZES and device.kind == "cuda" and device.precision != "fp32" else "softmax"
+        return "flash" if HS in HEAD_SIZES and device.kind == "cuda" and not lacks_flash else "softmax"
     return kind
 
 
@@ -83,7 +84,7 @@ class Activations:
         self.logit_rows, self.recompute = min(logit_rows or B * T, B * T), recompute
         sizes = training_bytes(type(model), model.config, B, T, attention, logit_rows, recompute)
         self.memory, self.grads_memory = (device.empty((size,), np.uint8) for size in sizes)
-        device.reserve(training_scratch(type(model), model.config, B, T, attention))
+        device.reserve(training_scratch(type(model), model.config, B, T, attention, self.logit_rows))
 
     def views(self, b: int | None = None, t: int | None = None) -> SimpleNamespace:
         """The tensors for a batch of (b, t), at most (B, T), as a pass takes them: by the names of the tables, as
@@ -190,7 +191,9 @@ def cache_bytes(kind: type[Model], config: Config, B: int, context: int) -> int:
     return max(table_bytes(cache_table(kind), config, cache_sizes(config, B, T, context)) for T in (context, 1))
 
 
-def training_scratch(kind: type[Model], config: Config, B: int, T: int, attention: str) -> dict[str, int]:
+def training_scratch(
+    kind: type[Model], config: Config, B: int, T: int, attention: str, logit_rows: int = 0
+) -> dict[str, int]:  # fmt: skip
     """The scratch that launchers take for themselves in a training step (device.scratch): purpose, bytes."""
     sizes, X = config.sizes(), device.floatX.itemsize
     shapes = [shape_of(symbols, sizes) for _, symbols in config.parameters() if symbols[0] == "L"]
@@ -201,13 +204,14 @@ def training_scratch(kind: type[Model], config: Config, B: int, T: int, attentio
     found = {
         "norm partials": 4 * MAX_PARTIALS * 6 * config.channels,
         "partials": 4 * max(MAX_PARTIALS * widest, SQUARES),
-        "input_T": X * B * T * max(config.channels, sizes["Q"]) if device.floatX != device.BF16 else 0,
+        "input_T": X * B * T * max(config.channels, sizes["Q"]) if worth_transposing(B * T) else 0,
         "weight_T": X * max(transposed, default=0),
     }
-    found |= fp8.training_scratch(kind, config, B * T)
+    found |= fp8.training_scratch(kind, config, B * T) | fp16.training_scratch(config, B, T, attention, logit_rows)
     return found | scratch_of_attention(attention, B, T, config.num_heads, config.kv_heads, config.head_size)
 
 
 def cache_scratch(config: Config, B: int, context: int) -> dict[str, int]:
     """The same for a Cache."""
-    return scratch_of_cache(B, context, config.num_heads, config.kv_heads, config.head_size)
+    of_attention = scratch_of_cache(B, context, config.num_heads, config.kv_heads, config.head_size)
+    return of_attention | fp16.cache_scratch(config, B, context)

@@ -153,7 +153,7 @@ class Parser(argparse.ArgumentParser):
 
 
 ATTENTIONS = ("auto", "flash", "softmax", "relu")
-PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 
 def add_device_arguments(parser, precision: str = "tf32") -> None:
@@ -161,8 +161,9 @@ def add_device_arguments(parser, precision: str = "tf32") -> None:
     add = parser.add_argument
     add("-a", "--attention", choices=ATTENTIONS, default="auto", help="auto: flash on CUDA, else softmax")
     add("--precision", choices=PRECISIONS, default=precision,
-        help="fp32; tf32: products in TF32 where the GPU can; bf16: products, weights and activations; fp8: bf16, but "
-        "large products of layers take e4m3, in generate.py for the weight alone (%(default)s)")
+        help="fp32; tf32: products in TF32 where the GPU can; fp16: products of operands rounded to fp16; bf16: "
+        "products, weights and activations; fp8: bf16, but large products of layers take e4m3, in generate.py for the "
+        "weight alone (%(default)s)")
     add("-f", dest="precision", type=llmc_precision, default=argparse.SUPPRESS, metavar="0|1",
         help="llm.c's flag: 0 is fp32, 1 is tf32")  # fmt: skip
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where it works, else the CPU")

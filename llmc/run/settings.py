@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,7 +222,8 @@ def check_length(flags: Namespace, config: Config) -> None:
 def choose_precision(flags: Namespace, before: str | None) -> Namespace:
     """Sets the device to the run's precision, and returns the flags with it. A resumed run keeps the precision that it
     had `before`, unless --precision is given. If the device lacks TF32, the run is in fp32. If a run's precision
-    changes, a line says so. Raises UserError for bf16 or fp8 on a GPU that lacks it."""
+    changes, a line says so; so does one, on stderr, if a run did not ask for the only precision that its GPU has tensor
+    cores for. Raises UserError for fp16, bf16 or fp8 on a GPU that lacks it."""
     asked = flags.precision if before is None or "precision" in flags.given else before
     if asked == "fp32" and flags.attention == "flash" and "precision" not in flags.given:
         asked = "tf32"  # on every device flash attention is in TF32
@@ -231,6 +233,8 @@ def choose_precision(flags: Namespace, before: str | None) -> Namespace:
         print(f"the run was in {before} and goes on in {now}{why}")
     elif before is None and "precision" in flags.given and now != asked:
         print(f"{device.name} has no {asked}: the run is in {now}")
+    elif before is None and "precision" not in flags.given and device.has_fp16_alone() and ranks.rank() == 0:
+        print(f"{device.name} has no TF32; --precision fp16 multiplies on its tensor cores", file=sys.stderr)
     return Namespace(**vars(flags) | {"precision": now})
 
 

@@ -15,7 +15,7 @@ from llmc.step.training import Training
 Sections = list[list[tuple[str, object]]]  # each a list of (parameter, value)
 
 PRODUCTS = {
-    "fp32": "fp32", "tf32": "TF32", "bf16": "bf16, sums in fp32",
+    "fp32": "fp32", "tf32": "TF32", "bf16": "bf16, sums in fp32", "fp16": "fp16, scaled; sums in fp32",
     "fp8": "large ones of layers in e4m3, others in bf16", "no fp8": "bf16: no matrix is large enough for e4m3",
 }  # fmt: skip
 

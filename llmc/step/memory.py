@@ -65,7 +65,7 @@ def training_sizes(kind: type[Model], config: Config, plan: Plan) -> dict[str, i
     activations, gradients = training_bytes(kind, config, B, T, plan.attention, plan.logit_rows, plan.recompute)
     state = {"AdamW's pieces": buffer_bytes()} if plan.offload else state_sizes(config, plan.shard)
     quantized = {"quantized weights": quantized_bytes(kind, config)} if device.precision == "fp8" else {}
-    scratch = training_scratch(kind, config, B, T, plan.attention)
+    scratch = training_scratch(kind, config, B, T, plan.attention, plan.logit_rows)
     return {
         "parameters": X.itemsize * n, **quantized, "gradients": 4 * n, **state, "activations": activations,
         "activation gradients": gradients, "scratch": sum(scratch.values()),

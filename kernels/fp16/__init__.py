@@ -1,0 +1,1 @@
+"""Products of fp32 matrices whose operands are rounded to fp16 first (`--precision fp16`)."""
