@@ -195,7 +195,7 @@ class CpuDevice:
         causal: "c" or "a" if this matrix is causal attention: in memory, (T, T) matrices one below another. Above their
         diagonals a must be 0, and c may become anything. There the CPU leaves out what it can; cuBLAS multiplies whole
         matrices."""
-        self.multiply(c, a, b, m, n, k, count, trans_a, trans_b, 0.0, None, causal, scale_a, scale_b)
+        self.multiply(c, a, b, m, n, k, count, trans_a, trans_b, None, None, causal, scale_a, scale_b)
 
     def multiply(
         self, c, a, b, m, n, k, count, trans_a, trans_b, add=None, bias=None, causal="", scale_a=None, scale_b=None

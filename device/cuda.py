@@ -47,8 +47,8 @@ class CudaDevice:
         self.shared_memory = self.properties["sharedMemPerBlockOptin"]
         self.l2_bytes = self.properties["l2CacheSize"]
         self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
-        # With this variable tests run what an older GPU would run, one of compute capability 7.5, say. Kernels become PTX
-        # for it, which the driver compiles for this GPU. Only cuBLAS knows this GPU as it is.
+        # With this variable tests run what an older GPU would run, one of compute capability 7.5, say. Kernels become
+        # PTX for it, which the driver compiles for this GPU. Only cuBLAS knows this GPU as it is.
         if older := os.environ.get("LLMC_COMPUTE_CAPABILITY"):
             self.compute_capability, self.emulates = int(older), True
             self.shared_memory = min(self.shared_memory, (64 if self.compute_capability < 80 else 99) << 10)
