@@ -2,9 +2,9 @@
 // goes on.
 //
 // wgmma multiplies tiles that lie in shared memory, and the warps only start it. A block keeps the sums of 128 x 128 or
-// 128 x 256 elements in registers: two warpgroups with 64 rows each. What remains is to have the next tiles there in
-// time. Rungs from the second on let the tensor memory accelerator (TMA) copy. It fills with zeros what lies outside,
-// so M is any number; N and K are multiples of 8, as before.
+// 128 x 256 elements in registers: two warpgroups with 64 rows each. (In the last rung each has a tile of its own.)
+// What remains is to have the next tiles there in time. Rungs from the second on let the tensor memory accelerator
+// (TMA) copy. It fills with zeros what lies outside, so M is any number; N and K are multiples of 8, as before.
 #define ARCHITECTURE 90a  // only GPUs of compute capability 9.0 have wgmma
 #define WARP_SIZE 32
 #include "../../kernels/async_copy.cuh"
@@ -19,8 +19,8 @@ constexpr int STAGE = (ROWS + COLUMNS) * DEPTH;
 
 // ---- the product of a warpgroup
 
-// d (64, 8 N) = a (64, 16) b (16, 8 N), plus d if `add`; N is 16 or 32. Both operands lie in shared memory, b by rows.
-// As wgmma of hopper.cuh otherwise.
+// d (64, 8 N) = a (64, 16) b (16, 8 N), plus d if `add`; N is 16, 24 or 32. Both operands lie in shared memory, b by
+// rows. As wgmma of hopper.cuh otherwise.
 template <int N>
 __device__ inline void wgmma_by_rows(float (&d)[N][4], Descriptor a, Descriptor b, bool add) {
 #ifdef LLMC_CPU
@@ -32,6 +32,10 @@ __device__ inline void wgmma_by_rows(float (&d)[N][4], Descriptor a, Descriptor 
         asm volatile("{.reg .pred add; setp.ne.b32 add, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
             NUMBERS_OF_16 ", %64, %65, add, 1, 1, 0, 1;}"
             : EIGHT_FOURS(d, 0), EIGHT_FOURS(d, 8) : "l"(a), "l"(b), "r"((int)add));
+    else if constexpr (N == 24)
+        asm volatile("{.reg .pred add; setp.ne.b32 add, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 "
+            NUMBERS_OF_24 ", %96, %97, add, 1, 1, 0, 1;}"
+            : EIGHT_FOURS(d, 0), EIGHT_FOURS(d, 8), EIGHT_FOURS(d, 16) : "l"(a), "l"(b), "r"((int)add));
     else
         asm volatile("{.reg .pred add; setp.ne.b32 add, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
             NUMBERS_OF_32 ", %128, %129, add, 1, 1, 0, 1;}"
@@ -40,15 +44,19 @@ __device__ inline void wgmma_by_rows(float (&d)[N][4], Descriptor a, Descriptor 
 #endif
 }
 
-// Starts sum = a b, plus sum if `add`, for the warpgroup's 64 rows of a stage.
-template <int N>
-__device__ inline void start_products(float (&sum)[N][4], const bf16* stage, int warpgroup, bool add) {
+// Starts sum = a b, plus sum if `add`, for the warpgroup's rows of a stage: one or two HALVES of 64, from first_row on.
+template <int HALVES, int N>
+__device__ inline void start_products(float (&sum)[HALVES][N][4], const bf16* stage, int first_row, bool add) {
     const unsigned address = shared_address(stage) & 0xffffff;  // above it is the block's number in its cluster
-    const Descriptor a = descriptor(address + warpgroup * 64 * 128, 0);
+    const Descriptor a = descriptor(address + first_row * 128, 0);
     const Descriptor b = descriptor(address + ROWS * 128, DEPTH * 128);
     wgmma_fence();
     #pragma unroll
-    for (int k = 0; k < DEPTH; k += 16) wgmma_by_rows(sum, further(a, k), further(b, k * 64), add || k > 0);
+    for (int k = 0; k < DEPTH; k += 16) {
+        #pragma unroll
+        for (int h = 0; h < HALVES; h++)
+            wgmma_by_rows(sum[h], further(a, h * 64 * 64 + k), further(b, k * 64), add || k > 0);
+    }
     wgmma_commit();
 }
 
@@ -73,8 +81,8 @@ __device__ inline void store_products(bf16* c, const float (&sum)[N][4], int row
 extern "C" __global__ void __launch_bounds__(256, 2) wgmma_kernel(bf16* c, const bf16* a, const bf16* b, int M, int N,
                                                                  int K) {
     SHARED_TILES(stage);
-    const int row0 = ROWS * blockIdx.y, column0 = 128 * blockIdx.x, warpgroup = warpgroup_of();
-    float sum[16][4];
+    const int row0 = ROWS * blockIdx.y, column0 = 128 * blockIdx.x, first_row = 64 * warpgroup_of();
+    float sum[1][16][4];
     for (int k0 = 0; k0 < K; k0 += DEPTH) {
         #pragma unroll
         for (int i = threadIdx.x; i < ROWS * DEPTH / 8; i += 256) {
@@ -88,18 +96,19 @@ extern "C" __global__ void __launch_bounds__(256, 2) wgmma_kernel(bf16* c, const
         copies_wait();
         written_for_async();
         __syncthreads();
-        start_products(sum, stage, warpgroup, k0 > 0);
+        start_products(sum, stage, first_row, k0 > 0);
         wgmma_wait<0>();
-        fence_operand(sum);
+        fence_operand(sum[0]);
         __syncthreads();
     }
-    store_products(c, sum, row0, column0, M, N);
+    store_products(c, sum[0], row0, column0, M, N);
 }
 
 // ---- by the TMA
 
 // One thread asks for a stage, at number k0 of K: `full` then tells when all bytes are there. In a pair of blocks,
-// which have the same columns, each asks for every other slab of b, for both.
+// which have the same columns, each asks for every other slab of b, for both. Of three slabs it asks for one and two in
+// turn.
 template <int COLUMNS, int BLOCKS>
 __device__ inline void copy_tiles(bf16* stage, const TensorMap& a, const TensorMap& b, int row0, int column0, int k0,
                                   Barrier& full) {
@@ -109,7 +118,8 @@ __device__ inline void copy_tiles(bf16* stage, const TensorMap& a, const TensorM
     for (int i = 0; i < COLUMNS / 64; i++) {
         bf16* const slab = stage + (ROWS + 64 * i) * DEPTH;
         if (BLOCKS == 1) copy_box<DEPTH>(slab, b, column0 + 64 * i, k0, 0, full);
-        else if (i % BLOCKS == blockIdx.x % BLOCKS) copy_box_to_pair<DEPTH>(slab, b, column0 + 64 * i, k0, full);
+        else if ((i + k0 / DEPTH) % BLOCKS == blockIdx.x % BLOCKS)
+            copy_box_to_pair<DEPTH>(slab, b, column0 + 64 * i, k0, full);
     }
 }
 
@@ -119,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 tma_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int M, int N, int K) {
     SHARED_TILES(stage);
     Barrier& full = *reinterpret_cast<Barrier*>(stage + STAGE<128>);
-    const int row0 = ROWS * blockIdx.y, column0 = 128 * blockIdx.x, warpgroup = warpgroup_of();
-    float sum[16][4];
+    const int row0 = ROWS * blockIdx.y, column0 = 128 * blockIdx.x, first_row = 64 * warpgroup_of();
+    float sum[1][16][4];
     if (threadIdx.x == 0) {
         barrier_init(full, 1);
         barriers_ready();
@@ -129,19 +139,19 @@ tma_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__
     for (int k0 = 0, parity = 0; k0 < K; k0 += DEPTH, parity ^= 1) {
         if (threadIdx.x == 0) copy_tiles<128, 1>(stage, a, b, row0, column0, k0, full);
         barrier_wait(full, parity);
-        start_products(sum, stage, warpgroup, k0 > 0);
+        start_products(sum, stage, first_row, k0 > 0);
         wgmma_wait<0>();
-        fence_operand(sum);
+        fence_operand(sum[0]);
         __syncthreads();
     }
-    store_products(c, sum, row0, column0, M, N);
+    store_products(c, sum[0], row0, column0, M, N);
 }
 
 // ---- a producer, and a ring
 
 // STAGES stages on their way from a producer to consumers. Each has two mbarriers: `full` waits for the bytes, and
-// `empty` for the warps that read them, those of BLOCKS blocks.
-template <int COLUMNS, int STAGES, int BLOCKS = 1>
+// `empty` for the warps that read them, WARPS in each of BLOCKS blocks.
+template <int COLUMNS, int STAGES, int BLOCKS = 1, int WARPS = 8>
 struct Ring {
     bf16* tiles;
     Barrier *full, *empty;
@@ -151,7 +161,7 @@ struct Ring {
     __device__ void init() const {
         for (int stage = 0; stage < STAGES; stage++) {
             barrier_init(full[stage], 1);
-            barrier_init(empty[stage], 8 * BLOCKS);
+            barrier_init(empty[stage], WARPS * BLOCKS);
         }
         barriers_ready();
     }
@@ -162,19 +172,21 @@ struct Ring {
 };
 
 // Adds up the products of all K, as the tiles come. While one group of products runs, the next is started behind it. A
-// stage is released when the group that reads it has ended.
-template <int N, class R, int STAGES>
-__device__ inline void consume(float (&sum)[N][4], const R& ring, PipelineState<STAGES>& at, int K) {
-    const int warpgroup = warpgroup_of();
+// stage is released when the group that reads it has ended. Calls started() when all products have been started.
+template <int HALVES, int N, class R, int STAGES, class Started>
+__device__ inline void consume(float (&sum)[HALVES][N][4], const R& ring, PipelineState<STAGES>& at, int first_row,
+                               int K, Started started) {
     for (int k0 = 0; k0 < K; k0 += DEPTH) {
         barrier_wait(ring.full[at.stage], at.parity);
-        start_products(sum, ring.at(at.stage), warpgroup, k0 > 0);
+        start_products(sum, ring.at(at.stage), first_row, k0 > 0);
         wgmma_wait<1>();
         if (k0 > 0) ring.release(at.before());
         at.advance();
     }
+    started();
     wgmma_wait<0>();
-    fence_operand(sum);
+    #pragma unroll
+    for (int h = 0; h < HALVES; h++) fence_operand(sum[h]);
     ring.release(at.before());
 }
 
@@ -196,9 +208,9 @@ __device__ inline void ring_product(bf16* c, const TensorMap& a, const TensorMap
         }
     } else {
         take_registers<232>();
-        float sum[COLUMNS / 8][4];
-        consume(sum, ring, at, K);
-        store_products(c, sum, row0, column0, M, N);
+        float sum[1][COLUMNS / 8][4];
+        consume(sum, ring, at, 64 * warpgroup_of(), K, [] {});
+        store_products(c, sum[0], row0, column0, M, N);
     }
 }
 
@@ -218,49 +230,57 @@ wide_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant_
 
 // ---- blocks that stay
 
-// Tile number i of c, ROWS * BLOCKS x 256 elements. All tiles of GROUP rows come before the next rows, column by
+// Tile number i of c, ROWS * BLOCKS x COLUMNS elements. All tiles of GROUP rows come before the next rows, column by
 // column. So the tiles at work make a square of c, about, and share rows of a and columns of b in L2.
-template <int BLOCKS>
+template <int COLUMNS, int BLOCKS>
 struct Work {
     static constexpr int GROUP = 16 / BLOCKS;
     int row0, column0;
     __device__ Work(int i, int M, int N) {
-        const int down = ceil_div(M, ROWS * BLOCKS), across = ceil_div(N, 256);
+        const int down = ceil_div(M, ROWS * BLOCKS), across = ceil_div(N, COLUMNS);
         const int first = i / (GROUP * across) * GROUP, together = min(GROUP, down - first), j = i - first * across;
         row0 = ((first + j % together) * BLOCKS + blockIdx.x % BLOCKS) * ROWS;
-        column0 = j / together * 256;
+        column0 = j / together * COLUMNS;
     }
+    static __device__ int tiles(int M, int N) { return ceil_div(M, ROWS * BLOCKS) * ceil_div(N, COLUMNS); }
 };
 
-// The blocks of the grid, or its clusters, take the tiles of c in turn. store(buffer, sum, row0, column0) is given
-// BUFFER numbers of shared memory.
+// The blocks of the grid, or its clusters, take the tiles of c in turn. The producer copies for one after the other.
+template <int COLUMNS, int STAGES, int BLOCKS, int WARPS>
+__device__ inline void produce(const Ring<COLUMNS, STAGES, BLOCKS, WARPS>& ring, const TensorMap& a, const TensorMap& b,
+                               int M, int N, int K) {
+    PipelineState<STAGES> at;
+    const int all = Work<COLUMNS, BLOCKS>::tiles(M, N);
+    for (int i = blockIdx.x / BLOCKS; i < all; i += gridDim.x / BLOCKS) {
+        const Work<COLUMNS, BLOCKS> work(i, M, N);
+        for (int k0 = 0; k0 < K; k0 += DEPTH, at.advance()) {
+            barrier_wait(ring.empty[at.stage], at.parity ^ 1);
+            copy_tiles<COLUMNS, BLOCKS>(ring.at(at.stage), a, b, work.row0, work.column0, k0, ring.full[at.stage]);
+        }
+    }
+}
+
+// The consumers make one tile after the other together. store(buffer, sum, row0, column0) is given BUFFER numbers of
+// shared memory.
 template <int BLOCKS, int BUFFER, class Store>
 __device__ inline void stay(const TensorMap& a, const TensorMap& b, int M, int N, int K, Store store) {
     constexpr int STAGES = 4;
     SHARED_TILES(tiles);
     bf16* const buffer = tiles + STAGES * STAGE<256>;
     const Ring<256, STAGES, BLOCKS> ring(tiles, buffer + BUFFER);
-    const int all = ceil_div(M, ROWS * BLOCKS) * ceil_div(N, 256);
-    PipelineState<STAGES> at;
     if (threadIdx.x == 0) ring.init();
     if (BLOCKS > 1) cluster_wait(); else __syncthreads();
     if (warpgroup_of() == 2) {
         give_registers<2, 232>();
-        if (threadIdx.x == 256) {
-            for (int i = blockIdx.x / BLOCKS; i < all; i += gridDim.x / BLOCKS) {
-                const Work<BLOCKS> work(i, M, N);
-                for (int k0 = 0; k0 < K; k0 += DEPTH, at.advance()) {
-                    barrier_wait(ring.empty[at.stage], at.parity ^ 1);
-                    copy_tiles<256, BLOCKS>(ring.at(at.stage), a, b, work.row0, work.column0, k0, ring.full[at.stage]);
-                }
-            }
-        }
+        if (threadIdx.x == 256) produce(ring, a, b, M, N, K);
     } else {
         take_registers<232>();
+        PipelineState<STAGES> at;
+        const int all = Work<256, BLOCKS>::tiles(M, N), first_row = 64 * warpgroup_of();
         for (int i = blockIdx.x / BLOCKS; i < all; i += gridDim.x / BLOCKS) {
-            const Work<BLOCKS> work(i, M, N);
-            float sum[32][4];
-            consume(sum, ring, at, K);
+            const Work<256, BLOCKS> work(i, M, N);
+            float sum[1][32][4];
+            consume(sum, ring, at, first_row, K, [] {});
             store(buffer, sum, work.row0, work.column0);
         }
     }
@@ -273,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 persistent_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int M, int N,
                   int K) {
     stay<1, 0>(a, b, M, N, K, [&](bf16*, const auto& sum, int row0, int column0) {
-        store_products(c, sum, row0, column0, M, N);
+        store_products(c, sum[0], row0, column0, M, N);
     });
 }
 
@@ -282,28 +302,32 @@ persistent_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_con
 extern "C" __global__ void CLUSTER_OF_A_PAIR __launch_bounds__(384, 1)
 cluster_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int M, int N, int K) {
     stay<PAIR, 0>(a, b, M, N, K, [&](bf16*, const auto& sum, int row0, int column0) {
-        store_products(c, sum, row0, column0, M, N);
+        store_products(c, sum[0], row0, column0, M, N);
     });
 }
 
-// A warp's 16 rows of c, slab by slab. Two buffers take turns: the TMA reads one while the warp writes to the other.
-template <int N>
-__device__ inline void store_slabs(const TensorMap& c, bf16* buffer, const float (&sum)[N][4], int row0, int column0) {
+// A warp's 16 rows of each half of the warpgroup's rows of c, slab by slab; row0 is the warpgroup's first row. BUFFERS
+// take turns: the TMA reads one while the warp writes to another.
+template <int BUFFERS, int HALVES, int N>
+__device__ inline void store_slabs(const TensorMap& c, bf16* buffer, const float (&sum)[HALVES][N][4], int row0,
+                                   int column0) {
+    static_assert(HALVES * N / 8 % BUFFERS == 0, "else the next tile would begin with a buffer that is not the oldest");
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     #pragma unroll
-    for (int slab = 0; slab < N / 8; slab++) {
-        bf16* const rows = buffer + (2 * warp + slab % 2) * 16 * 64;
-        if (lane == 0) stores_read<1>();
+    for (int turn = 0; turn < HALVES * N / 8; turn++) {
+        const int half = turn / (N / 8), slab = turn % (N / 8);
+        bf16* const rows = buffer + (BUFFERS * warp + turn % BUFFERS) * 16 * 64;
+        if (lane == 0) stores_read<BUFFERS - 1>();
         __syncwarp();
         #pragma unroll
         for (int i = 0; i < 16; i++) {
             const int n = slab * 8 + i / 2, h = i % 2;
             *reinterpret_cast<unsigned*>(rows + swizzled_offset<16>(g + 8 * h, i / 2 * 8) + 2 * t) =
-                to_bf16(sum[n][2 * h], sum[n][2 * h + 1]);
+                to_bf16(sum[half][n][2 * h], sum[half][n][2 * h + 1]);
         }
         written_for_async();
         __syncwarp();
-        if (lane == 0) store_box<16>(c, rows, column0 + slab * 64, row0 + warp * 16);
+        if (lane == 0) store_box<16>(c, rows, column0 + slab * 64, row0 + half * 64 + warp % 4 * 16);
     }
 }
 
@@ -313,7 +337,55 @@ extern "C" __global__ void CLUSTER_OF_A_PAIR __launch_bounds__(384, 1)
 store_kernel(SETS const __grid_constant__ TensorMap c, const __grid_constant__ TensorMap a,
              const __grid_constant__ TensorMap b, int M, int N, int K) {
     stay<PAIR, 8 * 2 * 16 * 64>(a, b, M, N, K, [&](bf16* buffer, const auto& sum, int row0, int column0) {
-        store_slabs(c, buffer, sum, row0, column0);
+        store_slabs<2>(c, buffer, sum, row0 + 64 * warpgroup_of(), column0);
     });
     if (threadIdx.x % 32 == 0) stores_read<0>();
+}
+
+// ---- ping-pong
+
+// The two consumers take the block's tiles, 128 x 192 elements, by turns. One starts its products when the other has
+// started all of its own. So the tensor cores have one tile at a time, and do not pause between two.
+template <int STAGES, int BLOCKS, int BUFFERS>
+__device__ inline void alternate(const TensorMap& c, const TensorMap& a, const TensorMap& b, int M, int N, int K) {
+    constexpr int COLUMNS = 192;
+    SHARED_TILES(tiles);
+    bf16* const buffer = tiles + STAGES * STAGE<COLUMNS>;
+    const Ring<COLUMNS, STAGES, BLOCKS, 4> ring(tiles, buffer + 8 * BUFFERS * 16 * 64);
+    Barrier* const may_start = ring.empty + STAGES;  // one for each consumer; the other's four warps arrive
+    const int warpgroup = warpgroup_of();
+    if (threadIdx.x == 0) {
+        barrier_init(may_start[0], 4);
+        barrier_init(may_start[1], 4);
+        ring.init();
+    }
+    if (BLOCKS > 1) cluster_wait(); else __syncthreads();
+    if (warpgroup == 2) {
+        give_registers<2, 232>();
+        if (threadIdx.x == 256) produce(ring, a, b, M, N, K);
+    } else {
+        take_registers<232>();
+        PipelineState<STAGES> at;
+        const int all = Work<COLUMNS, BLOCKS>::tiles(M, N);
+        for (int i = blockIdx.x / BLOCKS, turn = 0; i < all; i += gridDim.x / BLOCKS, turn++) {
+            if (turn % 2 != warpgroup) {
+                at.skip(ceil_div(K, DEPTH));
+                continue;
+            }
+            const Work<COLUMNS, BLOCKS> work(i, M, N);
+            float sum[2][COLUMNS / 8][4];
+            barrier_wait(may_start[warpgroup], (turn + 1) / 2 % 2 ^ 1);  // turn 0 waits for nobody
+            consume(sum, ring, at, 0, K, [&] { warp_arrive(may_start[1 - warpgroup]); });
+            store_slabs<BUFFERS>(c, buffer, sum, work.row0, work.column0);
+        }
+    }
+    if (BLOCKS > 1) cluster_wait();  // neither block may end while the other may write to it
+    if (threadIdx.x % 32 == 0) stores_read<0>();
+}
+
+// Ping-pong: each consumer has a whole tile, 192 sums a thread, and stores it while the other one multiplies.
+extern "C" __global__ void CLUSTER_OF_A_PAIR __launch_bounds__(384, 1)
+pingpong_kernel(SETS const __grid_constant__ TensorMap c, const __grid_constant__ TensorMap a,
+                const __grid_constant__ TensorMap b, int M, int N, int K) {
+    alternate<4, PAIR, 3>(c, a, b, M, N, K);
 }
