@@ -11,7 +11,8 @@
 #include "../../kernels/hopper.cuh"
 static_assert(WIDTH == 8, "these kernels are compiled with -DfloatX=bf16");
 
-constexpr int ROWS = 128, DEPTH = 64;  // of a tile of a; a tile of b has DEPTH rows, and COLUMNS columns in slabs of 64
+// Of a tile of a. A tile of b has DEPTH rows, and COLUMNS columns in slabs of 64; or it lies by columns, in one slab.
+constexpr int ROWS = 128, DEPTH = 64;
 
 // The numbers of a stage: a tile of a, and one of b behind it.
 template <int COLUMNS>
@@ -20,32 +21,33 @@ constexpr int STAGE = (ROWS + COLUMNS) * DEPTH;
 // ---- the product of a warpgroup
 
 // d (64, 8 N) = a (64, 16) b (16, 8 N), plus d if `add`; N is 16, 24 or 32. Both operands lie in shared memory, b by
-// rows. As wgmma of hopper.cuh otherwise.
-template <int N>
-__device__ inline void wgmma_by_rows(float (&d)[N][4], Descriptor a, Descriptor b, bool add) {
+// rows or column by column. As wgmma of hopper.cuh otherwise.
+template <bool BY_ROWS, int N>
+__device__ inline void start_product(float (&d)[N][4], Descriptor a, Descriptor b, bool add) {
 #ifdef LLMC_CPU
     unsigned mine[4];
     fragment(mine, a);
-    emulate_wgmma<true>(d, mine, b, add);
+    emulate_wgmma<BY_ROWS>(d, mine, b, add);
 #else
     if constexpr (N == 16)
         asm volatile("{.reg .pred add; setp.ne.b32 add, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-            NUMBERS_OF_16 ", %64, %65, add, 1, 1, 0, 1;}"
-            : EIGHT_FOURS(d, 0), EIGHT_FOURS(d, 8) : "l"(a), "l"(b), "r"((int)add));
+            NUMBERS_OF_16 ", %64, %65, add, 1, 1, 0, %67;}"
+            : EIGHT_FOURS(d, 0), EIGHT_FOURS(d, 8) : "l"(a), "l"(b), "r"((int)add), "n"((int)BY_ROWS));
     else if constexpr (N == 24)
         asm volatile("{.reg .pred add; setp.ne.b32 add, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 "
-            NUMBERS_OF_24 ", %96, %97, add, 1, 1, 0, 1;}"
-            : EIGHT_FOURS(d, 0), EIGHT_FOURS(d, 8), EIGHT_FOURS(d, 16) : "l"(a), "l"(b), "r"((int)add));
+            NUMBERS_OF_24 ", %96, %97, add, 1, 1, 0, %99;}"
+            : EIGHT_FOURS(d, 0), EIGHT_FOURS(d, 8), EIGHT_FOURS(d, 16)
+            : "l"(a), "l"(b), "r"((int)add), "n"((int)BY_ROWS));
     else
         asm volatile("{.reg .pred add; setp.ne.b32 add, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-            NUMBERS_OF_32 ", %128, %129, add, 1, 1, 0, 1;}"
+            NUMBERS_OF_32 ", %128, %129, add, 1, 1, 0, %131;}"
             : EIGHT_FOURS(d, 0), EIGHT_FOURS(d, 8), EIGHT_FOURS(d, 16), EIGHT_FOURS(d, 24)
-            : "l"(a), "l"(b), "r"((int)add));
+            : "l"(a), "l"(b), "r"((int)add), "n"((int)BY_ROWS));
 #endif
 }
 
 // Starts sum = a b, plus sum if `add`, for the warpgroup's rows of a stage: one or two HALVES of 64, from first_row on.
-template <int HALVES, int N>
+template <bool BY_ROWS, int HALVES, int N>
 __device__ inline void start_products(float (&sum)[HALVES][N][4], const bf16* stage, int first_row, bool add) {
     const unsigned address = shared_address(stage) & 0xffffff;  // above it is the block's number in its cluster
     const Descriptor a = descriptor(address + first_row * 128, 0);
@@ -55,7 +57,7 @@ __device__ inline void start_products(float (&sum)[HALVES][N][4], const bf16* st
     for (int k = 0; k < DEPTH; k += 16) {
         #pragma unroll
         for (int h = 0; h < HALVES; h++)
-            wgmma_by_rows(sum[h], further(a, h * 64 * 64 + k), further(b, k * 64), add || k > 0);
+            start_product<BY_ROWS>(sum[h], further(a, h * 64 * 64 + k), further(b, BY_ROWS ? k * 64 : k), add || k > 0);
     }
     wgmma_commit();
 }
@@ -96,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) wgmma_kernel(bf16* c, const
         copies_wait();
         written_for_async();
         __syncthreads();
-        start_products(sum, stage, first_row, k0 > 0);
+        start_products<true>(sum, stage, first_row, k0 > 0);
         wgmma_wait<0>();
         fence_operand(sum[0]);
         __syncthreads();
@@ -108,18 +110,26 @@ extern "C" __global__ void __launch_bounds__(256, 2) wgmma_kernel(bf16* c, const
 
 // One thread asks for a stage, at number k0 of K: `full` then tells when all bytes are there. In a pair of blocks,
 // which have the same columns, each asks for every other slab of b, for both. Of three slabs it asks for one and two in
-// turn.
-template <int COLUMNS, int BLOCKS>
+// turn. If b lies by columns, each asks for half of them.
+template <int COLUMNS, int BLOCKS, bool BY_ROWS = true>
 __device__ inline void copy_tiles(bf16* stage, const TensorMap& a, const TensorMap& b, int row0, int column0, int k0,
                                   Barrier& full) {
     barrier_expect(full, 2 * STAGE<COLUMNS>);
     copy_box<ROWS>(stage, a, k0, row0, 0, full);
-    #pragma unroll
-    for (int i = 0; i < COLUMNS / 64; i++) {
-        bf16* const slab = stage + (ROWS + 64 * i) * DEPTH;
-        if (BLOCKS == 1) copy_box<DEPTH>(slab, b, column0 + 64 * i, k0, 0, full);
-        else if ((i + k0 / DEPTH) % BLOCKS == blockIdx.x % BLOCKS)
-            copy_box_to_pair<DEPTH>(slab, b, column0 + 64 * i, k0, full);
+    if constexpr (BY_ROWS) {
+        #pragma unroll
+        for (int i = 0; i < COLUMNS / 64; i++) {
+            bf16* const slab = stage + (ROWS + 64 * i) * DEPTH;
+            if (BLOCKS == 1) copy_box<DEPTH>(slab, b, column0 + 64 * i, k0, 0, full);
+            else if ((i + k0 / DEPTH) % BLOCKS == blockIdx.x % BLOCKS)
+                copy_box_to_pair<DEPTH>(slab, b, column0 + 64 * i, k0, full);
+        }
+    } else {
+        constexpr int SHARE = COLUMNS / BLOCKS;
+        const int first = blockIdx.x % BLOCKS * SHARE;
+        bf16* const columns = stage + (ROWS + first) * DEPTH;
+        if (BLOCKS == 1) copy_box<SHARE>(columns, b, k0, column0, 0, full);
+        else copy_box_to_pair<SHARE>(columns, b, k0, column0 + first, full);
     }
 }
 
@@ -139,7 +149,7 @@ tma_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__
     for (int k0 = 0, parity = 0; k0 < K; k0 += DEPTH, parity ^= 1) {
         if (threadIdx.x == 0) copy_tiles<128, 1>(stage, a, b, row0, column0, k0, full);
         barrier_wait(full, parity);
-        start_products(sum, stage, first_row, k0 > 0);
+        start_products<true>(sum, stage, first_row, k0 > 0);
         wgmma_wait<0>();
         fence_operand(sum[0]);
         __syncthreads();
@@ -150,9 +160,10 @@ tma_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__
 // ---- a producer, and a ring
 
 // STAGES stages on their way from a producer to consumers. Each has two mbarriers: `full` waits for the bytes, and
-// `empty` for the warps that read them, WARPS in each of BLOCKS blocks.
-template <int COLUMNS, int STAGES, int BLOCKS = 1, int WARPS = 8>
+// `empty` for the warps that read them, WARPS in each of BLOCKS blocks. B_BY_ROWS: how b lies.
+template <int COLUMNS, int STAGES, int BLOCKS = 1, int WARPS = 8, bool B_BY_ROWS = true>
 struct Ring {
+    static constexpr bool BY_ROWS = B_BY_ROWS;
     bf16* tiles;
     Barrier *full, *empty;
 
@@ -178,7 +189,7 @@ __device__ inline void consume(float (&sum)[HALVES][N][4], const R& ring, Pipeli
                                int K, Started started) {
     for (int k0 = 0; k0 < K; k0 += DEPTH) {
         barrier_wait(ring.full[at.stage], at.parity);
-        start_products(sum, ring.at(at.stage), first_row, k0 > 0);
+        start_products<R::BY_ROWS>(sum, ring.at(at.stage), first_row, k0 > 0);
         wgmma_wait<1>();
         if (k0 > 0) ring.release(at.before());
         at.advance();
@@ -246,16 +257,17 @@ struct Work {
 };
 
 // The blocks of the grid, or its clusters, take the tiles of c in turn. The producer copies for one after the other.
-template <int COLUMNS, int STAGES, int BLOCKS, int WARPS>
-__device__ inline void produce(const Ring<COLUMNS, STAGES, BLOCKS, WARPS>& ring, const TensorMap& a, const TensorMap& b,
-                               int M, int N, int K) {
+template <int COLUMNS, int STAGES, int BLOCKS, int WARPS, bool BY_ROWS>
+__device__ inline void produce(const Ring<COLUMNS, STAGES, BLOCKS, WARPS, BY_ROWS>& ring, const TensorMap& a,
+                               const TensorMap& b, int M, int N, int K) {
     PipelineState<STAGES> at;
     const int all = Work<COLUMNS, BLOCKS>::tiles(M, N);
     for (int i = blockIdx.x / BLOCKS; i < all; i += gridDim.x / BLOCKS) {
         const Work<COLUMNS, BLOCKS> work(i, M, N);
         for (int k0 = 0; k0 < K; k0 += DEPTH, at.advance()) {
             barrier_wait(ring.empty[at.stage], at.parity ^ 1);
-            copy_tiles<COLUMNS, BLOCKS>(ring.at(at.stage), a, b, work.row0, work.column0, k0, ring.full[at.stage]);
+            copy_tiles<COLUMNS, BLOCKS, BY_ROWS>(ring.at(at.stage), a, b, work.row0, work.column0, k0,
+                                                 ring.full[at.stage]);
         }
     }
 }
@@ -346,12 +358,12 @@ store_kernel(SETS const __grid_constant__ TensorMap c, const __grid_constant__ T
 
 // The two consumers take the block's tiles, 128 x 192 elements, by turns. One starts its products when the other has
 // started all of its own. So the tensor cores have one tile at a time, and do not pause between two.
-template <int STAGES, int BLOCKS, int BUFFERS>
+template <int STAGES, int BLOCKS, int BUFFERS, bool BY_ROWS = true>
 __device__ inline void alternate(const TensorMap& c, const TensorMap& a, const TensorMap& b, int M, int N, int K) {
     constexpr int COLUMNS = 192;
     SHARED_TILES(tiles);
     bf16* const buffer = tiles + STAGES * STAGE<COLUMNS>;
-    const Ring<COLUMNS, STAGES, BLOCKS, 4> ring(tiles, buffer + 8 * BUFFERS * 16 * 64);
+    const Ring<COLUMNS, STAGES, BLOCKS, 4, BY_ROWS> ring(tiles, buffer + 8 * BUFFERS * 16 * 64);
     Barrier* const may_start = ring.empty + STAGES;  // one for each consumer; the other's four warps arrive
     const int warpgroup = warpgroup_of();
     if (threadIdx.x == 0) {
