@@ -5,62 +5,15 @@
 // 128 x 256 elements in registers: two warpgroups with 64 rows each. (In the last rung each has a tile of its own.)
 // What remains is to have the next tiles there in time. Rungs from the second on let the tensor memory accelerator
 // (TMA) copy. It fills with zeros what lies outside, so M is any number; N and K are multiples of 8, as before.
+//
+// What the rungs have in common with the products that training uses is in hopper_product.cuh.
 #define ARCHITECTURE 90a  // only GPUs of compute capability 9.0 have wgmma
 #define WARP_SIZE 32
 #include "../../kernels/async_copy.cuh"
-#include "../../kernels/hopper.cuh"
+#include "../../kernels/hopper_product.cuh"
 static_assert(WIDTH == 8, "these kernels are compiled with -DfloatX=bf16");
 
-// Of a tile of a. A tile of b has DEPTH rows, and COLUMNS columns in slabs of 64; or it lies by columns, in one slab.
-constexpr int ROWS = 128, DEPTH = 64;
-
-// The numbers of a stage: a tile of a, and one of b behind it.
-template <int COLUMNS>
-constexpr int STAGE = (ROWS + COLUMNS) * DEPTH;
-
 // ---- the product of a warpgroup
-
-// d (64, 8 N) = a (64, 16) b (16, 8 N), plus d if `add`; N is 16, 24 or 32. Both operands lie in shared memory, b by
-// rows or column by column. As wgmma of hopper.cuh otherwise.
-template <bool BY_ROWS, int N>
-__device__ inline void start_product(float (&d)[N][4], Descriptor a, Descriptor b, bool add) {
-#ifdef LLMC_CPU
-    unsigned mine[4];
-    fragment(mine, a);
-    emulate_wgmma<BY_ROWS>(d, mine, b, add);
-#else
-    if constexpr (N == 16)
-        asm volatile("{.reg .pred add; setp.ne.b32 add, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-            NUMBERS_OF_16 ", %64, %65, add, 1, 1, 0, %67;}"
-            : EIGHT_FOURS(d, 0), EIGHT_FOURS(d, 8) : "l"(a), "l"(b), "r"((int)add), "n"((int)BY_ROWS));
-    else if constexpr (N == 24)
-        asm volatile("{.reg .pred add; setp.ne.b32 add, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 "
-            NUMBERS_OF_24 ", %96, %97, add, 1, 1, 0, %99;}"
-            : EIGHT_FOURS(d, 0), EIGHT_FOURS(d, 8), EIGHT_FOURS(d, 16)
-            : "l"(a), "l"(b), "r"((int)add), "n"((int)BY_ROWS));
-    else
-        asm volatile("{.reg .pred add; setp.ne.b32 add, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-            NUMBERS_OF_32 ", %128, %129, add, 1, 1, 0, %131;}"
-            : EIGHT_FOURS(d, 0), EIGHT_FOURS(d, 8), EIGHT_FOURS(d, 16), EIGHT_FOURS(d, 24)
-            : "l"(a), "l"(b), "r"((int)add), "n"((int)BY_ROWS));
-#endif
-}
-
-// Starts sum = a b, plus sum if `add`, for the warpgroup's rows of a stage: one or two HALVES of 64, from first_row on.
-template <bool BY_ROWS, int HALVES, int N>
-__device__ inline void start_products(float (&sum)[HALVES][N][4], const bf16* stage, int first_row, bool add) {
-    const unsigned address = shared_address(stage) & 0xffffff;  // above it is the block's number in its cluster
-    const Descriptor a = descriptor(address + first_row * 128, 0);
-    const Descriptor b = descriptor(address + ROWS * 128, DEPTH * 128);
-    wgmma_fence();
-    #pragma unroll
-    for (int k = 0; k < DEPTH; k += 16) {
-        #pragma unroll
-        for (int h = 0; h < HALVES; h++)
-            start_product<BY_ROWS>(sum[h], further(a, h * 64 * 64 + k), further(b, BY_ROWS ? k * 64 : k), add || k > 0);
-    }
-    wgmma_commit();
-}
 
 // Rounds the warpgroup's sums, and stores two at a time: four lanes have 16 bytes of a row.
 template <int N>
@@ -108,31 +61,6 @@ extern "C" __global__ void __launch_bounds__(256, 2) wgmma_kernel(bf16* c, const
 
 // ---- by the TMA
 
-// One thread asks for a stage, at number k0 of K: `full` then tells when all bytes are there. In a pair of blocks,
-// which have the same columns, each asks for every other slab of b, for both. Of three slabs it asks for one and two in
-// turn. If b lies by columns, each asks for half of them.
-template <int COLUMNS, int BLOCKS, bool BY_ROWS = true>
-__device__ inline void copy_tiles(bf16* stage, const TensorMap& a, const TensorMap& b, int row0, int column0, int k0,
-                                  Barrier& full) {
-    barrier_expect(full, 2 * STAGE<COLUMNS>);
-    copy_box<ROWS>(stage, a, k0, row0, 0, full);
-    if constexpr (BY_ROWS) {
-        #pragma unroll
-        for (int i = 0; i < COLUMNS / 64; i++) {
-            bf16* const slab = stage + (ROWS + 64 * i) * DEPTH;
-            if (BLOCKS == 1) copy_box<DEPTH>(slab, b, column0 + 64 * i, k0, 0, full);
-            else if ((i + k0 / DEPTH) % BLOCKS == blockIdx.x % BLOCKS)
-                copy_box_to_pair<DEPTH>(slab, b, column0 + 64 * i, k0, full);
-        }
-    } else {
-        constexpr int SHARE = COLUMNS / BLOCKS;
-        const int first = blockIdx.x % BLOCKS * SHARE;
-        bf16* const columns = stage + (ROWS + first) * DEPTH;
-        if (BLOCKS == 1) copy_box<SHARE>(columns, b, k0, column0, 0, full);
-        else copy_box_to_pair<SHARE>(columns, b, k0, column0 + first, full);
-    }
-}
-
 // TMA: one thread asks for the tiles, and the hardware finds addresses, swizzles and tells an mbarrier when all is
 // there. The other threads have no loads to issue and no addresses to compute.
 extern "C" __global__ void __launch_bounds__(256, 2)
@@ -158,48 +86,6 @@ tma_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__
 }
 
 // ---- a producer, and a ring
-
-// STAGES stages on their way from a producer to consumers. Each has two mbarriers: `full` waits for the bytes, and
-// `empty` for the warps that read them, WARPS in each of BLOCKS blocks. B_BY_ROWS: how b lies.
-template <int COLUMNS, int STAGES, int BLOCKS = 1, int WARPS = 8, bool B_BY_ROWS = true>
-struct Ring {
-    static constexpr bool BY_ROWS = B_BY_ROWS;
-    bf16* tiles;
-    Barrier *full, *empty;
-
-    __device__ Ring(bf16* tiles, void* barriers)
-        : tiles(tiles), full(static_cast<Barrier*>(barriers)), empty(full + STAGES) {}
-    __device__ void init() const {
-        for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(full[stage], 1);
-            barrier_init(empty[stage], WARPS * BLOCKS);
-        }
-        barriers_ready();
-    }
-    __device__ bf16* at(int stage) const { return tiles + stage * STAGE<COLUMNS>; }
-    __device__ void release(int stage) const {
-        if (BLOCKS > 1) warp_arrive_at_pair(empty[stage]); else warp_arrive(empty[stage]);
-    }
-};
-
-// Adds up the products of all K, as the tiles come. While one group of products runs, the next is started behind it. A
-// stage is released when the group that reads it has ended. Calls started() when all products have been started.
-template <int HALVES, int N, class R, int STAGES, class Started>
-__device__ inline void consume(float (&sum)[HALVES][N][4], const R& ring, PipelineState<STAGES>& at, int first_row,
-                               int K, Started started) {
-    for (int k0 = 0; k0 < K; k0 += DEPTH) {
-        barrier_wait(ring.full[at.stage], at.parity);
-        start_products<R::BY_ROWS>(sum, ring.at(at.stage), first_row, k0 > 0);
-        wgmma_wait<1>();
-        if (k0 > 0) ring.release(at.before());
-        at.advance();
-    }
-    started();
-    wgmma_wait<0>();
-    #pragma unroll
-    for (int h = 0; h < HALVES; h++) fence_operand(sum[h]);
-    ring.release(at.before());
-}
 
 template <int COLUMNS, int STAGES>
 __device__ inline void ring_product(bf16* c, const TensorMap& a, const TensorMap& b, int M, int N, int K) {
@@ -240,37 +126,6 @@ wide_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant_
 }
 
 // ---- blocks that stay
-
-// Tile number i of c, ROWS * BLOCKS x COLUMNS elements. All tiles of GROUP rows come before the next rows, column by
-// column. So the tiles at work make a square of c, about, and share rows of a and columns of b in L2.
-template <int COLUMNS, int BLOCKS>
-struct Work {
-    static constexpr int GROUP = 16 / BLOCKS;
-    int row0, column0;
-    __device__ Work(int i, int M, int N) {
-        const int down = ceil_div(M, ROWS * BLOCKS), across = ceil_div(N, COLUMNS);
-        const int first = i / (GROUP * across) * GROUP, together = min(GROUP, down - first), j = i - first * across;
-        row0 = ((first + j % together) * BLOCKS + blockIdx.x % BLOCKS) * ROWS;
-        column0 = j / together * COLUMNS;
-    }
-    static __device__ int tiles(int M, int N) { return ceil_div(M, ROWS * BLOCKS) * ceil_div(N, COLUMNS); }
-};
-
-// The blocks of the grid, or its clusters, take the tiles of c in turn. The producer copies for one after the other.
-template <int COLUMNS, int STAGES, int BLOCKS, int WARPS, bool BY_ROWS>
-__device__ inline void produce(const Ring<COLUMNS, STAGES, BLOCKS, WARPS, BY_ROWS>& ring, const TensorMap& a,
-                               const TensorMap& b, int M, int N, int K) {
-    PipelineState<STAGES> at;
-    const int all = Work<COLUMNS, BLOCKS>::tiles(M, N);
-    for (int i = blockIdx.x / BLOCKS; i < all; i += gridDim.x / BLOCKS) {
-        const Work<COLUMNS, BLOCKS> work(i, M, N);
-        for (int k0 = 0; k0 < K; k0 += DEPTH, at.advance()) {
-            barrier_wait(ring.empty[at.stage], at.parity ^ 1);
-            copy_tiles<COLUMNS, BLOCKS, BY_ROWS>(ring.at(at.stage), a, b, work.row0, work.column0, k0,
-                                                 ring.full[at.stage]);
-        }
-    }
-}
 
 // The consumers make one tile after the other together. store(buffer, sum, row0, column0) is given BUFFER numbers of
 // shared memory.
@@ -319,16 +174,16 @@ cluster_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_consta
 }
 
 // A warp's 16 rows of each half of the warpgroup's rows of c, slab by slab; row0 is the warpgroup's first row. BUFFERS
-// take turns: the TMA reads one while the warp writes to another.
+// of the warp take turns: the TMA reads one while the warp writes to another.
 template <int BUFFERS, int HALVES, int N>
 __device__ inline void store_slabs(const TensorMap& c, bf16* buffer, const float (&sum)[HALVES][N][4], int row0,
                                    int column0) {
     static_assert(HALVES * N / 8 % BUFFERS == 0, "else the next tile would begin with a buffer that is not the oldest");
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first_row = threadIdx.x / 32 % 4 * 16;
     #pragma unroll
     for (int turn = 0; turn < HALVES * N / 8; turn++) {
         const int half = turn / (N / 8), slab = turn % (N / 8);
-        bf16* const rows = buffer + (BUFFERS * warp + turn % BUFFERS) * 16 * 64;
+        bf16* const rows = buffer + turn % BUFFERS * SLOT;
         if (lane == 0) stores_read<BUFFERS - 1>();
         __syncwarp();
         #pragma unroll
@@ -339,7 +194,7 @@ __device__ inline void store_slabs(const TensorMap& c, bf16* buffer, const float
         }
         written_for_async();
         __syncwarp();
-        if (lane == 0) store_box<16>(c, rows, column0 + slab * 64, row0 + half * 64 + warp % 4 * 16);
+        if (lane == 0) store_box<16>(c, rows, column0 + slab * 64, row0 + half * 64 + first_row);
     }
 }
 
@@ -348,56 +203,30 @@ __device__ inline void store_slabs(const TensorMap& c, bf16* buffer, const float
 extern "C" __global__ void CLUSTER_OF_A_PAIR __launch_bounds__(384, 1)
 store_kernel(SETS const __grid_constant__ TensorMap c, const __grid_constant__ TensorMap a,
              const __grid_constant__ TensorMap b, int M, int N, int K) {
-    stay<PAIR, 8 * 2 * 16 * 64>(a, b, M, N, K, [&](bf16* buffer, const auto& sum, int row0, int column0) {
-        store_slabs<2>(c, buffer, sum, row0 + 64 * warpgroup_of(), column0);
+    stay<PAIR, 8 * 2 * SLOT>(a, b, M, N, K, [&](bf16* buffer, const auto& sum, int row0, int column0) {
+        store_slabs<2>(c, buffer + threadIdx.x / 32 * 2 * SLOT, sum, row0 + 64 * warpgroup_of(), column0);
     });
     if (threadIdx.x % 32 == 0) stores_read<0>();
 }
 
 // ---- ping-pong
 
-// The two consumers take the block's tiles, 128 x 192 elements, by turns. One starts its products when the other has
-// started all of its own. So the tensor cores have one tile at a time, and do not pause between two.
-template <int STAGES, int BLOCKS, int BUFFERS, bool BY_ROWS = true>
-__device__ inline void alternate(const TensorMap& c, const TensorMap& a, const TensorMap& b, int M, int N, int K) {
-    constexpr int COLUMNS = 192;
-    SHARED_TILES(tiles);
-    bf16* const buffer = tiles + STAGES * STAGE<COLUMNS>;
-    const Ring<COLUMNS, STAGES, BLOCKS, 4, BY_ROWS> ring(tiles, buffer + 8 * BUFFERS * 16 * 64);
-    Barrier* const may_start = ring.empty + STAGES;  // one for each consumer; the other's four warps arrive
-    const int warpgroup = warpgroup_of();
-    if (threadIdx.x == 0) {
-        barrier_init(may_start[0], 4);
-        barrier_init(may_start[1], 4);
-        ring.init();
+template <int BUFFERS>
+struct StoreSlabs {
+    static constexpr int SLOTS = BUFFERS, BARRIERS = 0;
+    const TensorMap& c;
+    bf16* slots;
+    __device__ void place(bf16* mine, Barrier*) { slots = mine; }
+    __device__ void begin(int, int) const {}
+    template <class Sums>
+    __device__ void finish(const Sums& sum, int row0, int column0) const {
+        store_slabs<BUFFERS>(c, slots, sum, row0, column0);
     }
-    if (BLOCKS > 1) cluster_wait(); else __syncthreads();
-    if (warpgroup == 2) {
-        give_registers<2, 232>();
-        if (threadIdx.x == 256) produce(ring, a, b, M, N, K);
-    } else {
-        take_registers<232>();
-        PipelineState<STAGES> at;
-        const int all = Work<COLUMNS, BLOCKS>::tiles(M, N);
-        for (int i = blockIdx.x / BLOCKS, turn = 0; i < all; i += gridDim.x / BLOCKS, turn++) {
-            if (turn % 2 != warpgroup) {
-                at.skip(ceil_div(K, DEPTH));
-                continue;
-            }
-            const Work<COLUMNS, BLOCKS> work(i, M, N);
-            float sum[2][COLUMNS / 8][4];
-            barrier_wait(may_start[warpgroup], (turn + 1) / 2 % 2 ^ 1);  // turn 0 waits for nobody
-            consume(sum, ring, at, 0, K, [&] { warp_arrive(may_start[1 - warpgroup]); });
-            store_slabs<BUFFERS>(c, buffer, sum, work.row0, work.column0);
-        }
-    }
-    if (BLOCKS > 1) cluster_wait();  // neither block may end while the other may write to it
-    if (threadIdx.x % 32 == 0) stores_read<0>();
-}
+};
 
 // Ping-pong: each consumer has a whole tile, 192 sums a thread, and stores it while the other one multiplies.
 extern "C" __global__ void CLUSTER_OF_A_PAIR __launch_bounds__(384, 1)
 pingpong_kernel(SETS const __grid_constant__ TensorMap c, const __grid_constant__ TensorMap a,
                 const __grid_constant__ TensorMap b, int M, int N, int K) {
-    alternate<4, PAIR, 3>(c, a, b, M, N, K);
+    alternate<4, PAIR, true>(StoreSlabs<3>{c}, a, b, M, N, K);
 }

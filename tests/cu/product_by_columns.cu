@@ -6,5 +6,5 @@
 extern "C" __global__ void CLUSTER_OF_A_PAIR __launch_bounds__(384, 1)
 by_columns_kernel(SETS const __grid_constant__ TensorMap c, const __grid_constant__ TensorMap a,
                   const __grid_constant__ TensorMap b, int M, int N, int K) {
-    alternate<4, PAIR, 3, false>(c, a, b, M, N, K);
+    alternate<4, PAIR, false>(StoreSlabs<3>{c}, a, b, M, N, K);
 }
