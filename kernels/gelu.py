@@ -7,6 +7,7 @@ from device import ceil_div
 from kernels.dispatch import dispatched
 from kernels.launches import MATRIX, describe
 from kernels.matmul import as_stored, matmul_forward, recomputed, tile_grid
+from kernels.mlp_hopper import matmul_gelu_forward_wgmma, takes
 from kernels.reduce import add_partials, partials_of, rows_per_chunk
 
 cu = device.source(__file__)
@@ -18,8 +19,11 @@ def matmul_gelu_forward(
 ) -> None:  # fmt: skip
     """out (B,T,OC) = gelu(inp (B,T,C) @ weight (OC,C)^T + bias (OC)). Sets fch (B,T,OC), too, for backward: the product
     without the bias, which is added in fp32 where it is needed. bias is None if there is none."""
-    matmul_forward(fch, inp, weight, None, B, T, C, OC)
-    gelu_forward(out, fch, bias, B * T, OC, erf)
+    if bias is not None and not erf and takes(B * T, OC, C, weight, bias):
+        matmul_gelu_forward_wgmma(out, fch, inp, weight, bias, B * T, C, OC)
+    else:
+        matmul_forward(fch, inp, weight, None, B, T, C, OC)
+        gelu_forward(out, fch, bias, B * T, OC, erf)
 
 
 @dispatched("out")

@@ -1,0 +1,55 @@
+"""Products of the MLP with GELU in their epilogues, in bf16, for GPUs that have wgmma: the launchers of mlp_hopper.cu.
+The composites of gelu.py call them where `takes` says so."""
+
+import device
+from device import ceil_div
+from kernels.launches import FLOPS, describe
+
+cu = device.source(__file__, needed=lambda: has_wgmma())
+
+ROWS, COLUMNS, DEPTH = 128, 192, 64  # of a block's tile of the product, and of K in a stage
+WARPS, SLOT = 8, (1, 16, 64)  # the warps that compute, and what each stores at a time
+
+
+def has_wgmma() -> bool:
+    """Whether the device in use computes in bf16 alone, has Hopper's matrix product, and a compiler that knows it."""
+    return device.kind == "cuda" and device.precision == "bf16" and not device.why_not_kernels(cu.path)
+
+
+def takes(N: int, OC: int, C: int, weight, bias=None) -> bool:
+    """Whether these kernels make a product (N,OC) of sums over C. They need tiles for the two halves of each
+    multiprocessor, sizes and a weight that the TMA can copy, and a bias that can be read by pairs."""
+    enough = ceil_div(N, ROWS) * ceil_div(OC, COLUMNS) >= 2 * device.multiprocessors
+    if not enough or OC % 8 or C % 8 or not has_wgmma():
+        return False
+    return device.address(weight) % 16 == 0 and (bias is None or device.address(bias) % 4 == 0)
+
+
+def matmul_gelu_forward_wgmma(out, fch, inp, weight, bias, N: int, C: int, OC: int) -> None:
+    """out (N,OC) = gelu(fch + bias (OC)), in the tanh form. fch (N,OC) = inp (N,C) @ weight (OC,C)^T."""
+    arrays = stored(out, N, OC), stored(fch, N, OC), read(inp, N, C, ROWS), read(weight, OC, C, COLUMNS), bias
+    launch("matmul_gelu_forward", arrays, N, OC, C)
+
+
+def stored(array, N: int, C: int) -> device.TensorMap:
+    """An array (N,C), of which a warp stores or reads a slot at a time."""
+    return device.tensor_map(array, (1, N, C), SLOT)
+
+
+def read(array, N: int, C: int, rows: int) -> device.TensorMap:
+    """An operand (N,C), of which the producer copies 64 columns of `rows` rows at a time."""
+    return device.tensor_map(array, (1, N, C), (1, rows, 64))
+
+
+def launch(name: str, arrays: tuple, M: int, N: int, K: int, slots: int = 4, barriers: int = 0) -> None:
+    """Launches a block for each multiprocessor, which make the tiles of an (M,N) product. slots and barriers: what a
+    warp has for its epilogue."""
+    stages = cu.constant("STAGES")
+    shared = stages * (2 * (ROWS + COLUMNS) * DEPTH + 16) + WARPS * slots * 2 * 16 * 64 + 8 * (2 + WARPS * barriers)
+    blocks = min(device.multiprocessors, ceil_div(M, ROWS) * ceil_div(N, COLUMNS))
+    cu.launch(f"{name}_wgmma_kernel", (blocks,), (384,), (*arrays, M, N, K), shared_mem=shared)
+
+
+describe(matmul_gelu_forward_wgmma, "N=130 C=72 OC=200", "out fch: N,OC; inp: N,C; weight: OC,C; bias: OC",
+         hard="N=389", needs="C % 8 == 0; OC % 8 == 0", precision="bf16")
+FLOPS["matmul_gelu_forward"] = lambda a: 2 * a.M * a.N * a.K
