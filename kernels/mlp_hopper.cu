@@ -1,4 +1,4 @@
-// Products of the MLP by Hopper's instructions, in bf16, with GELU in their epilogues: while one
+// Products of the MLP by Hopper's instructions, in bf16, with GELU and its backward pass in their epilogues: while one
 // consumer computes what becomes of its tile, the other one multiplies (hopper_product.cuh: alternate). So arrays that
 // a kernel of its own would read again from memory, after the product, never leave the chip. Every number is computed
 // and rounded as by the product and gelu.cu.
@@ -41,6 +41,7 @@ struct Epilogue {
     const bf16* bias;  // (N), at a multiple of 4 bytes
     int N;
     bf16* slots;
+    Barrier* full;
 
     static __device__ int lane() { return threadIdx.x % 32; }
     static __device__ int row_of(int half) { return half * 64 + threadIdx.x / 32 % 4 * 16; }
@@ -100,4 +101,109 @@ matmul_gelu_forward_wgmma_kernel(SETS const __grid_constant__ TensorMap out, SET
                                  const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
                                  const bf16* bias, int M, int N, int K) {
     alternate<STAGES, 1, false>(GeluForward(out, fch, bias, N), inp, weight, M, N, K);
+}
+
+// ---- GELU, backward
+
+// fch comes to slots 0 to 2 by turns, the first two turns of a tile beside its products. dfch takes fch's place, and
+// slot 3 has out. A warp's partial sums are over 32 rows of the tile.
+struct GeluBackward : Epilogue {
+    static constexpr int SLOTS = 4, BARRIERS = 3;
+    const TensorMap &dfch, &out, &fch;
+    float* partials;
+
+    __device__ GeluBackward(const TensorMap& dfch, const TensorMap& out, float* partials, const TensorMap& fch,
+                            const bf16* bias, int N)
+        : Epilogue{bias, N}, dfch(dfch), out(out), fch(fch), partials(partials) {}
+    __device__ void place(bf16* mine, Barrier* barriers) {
+        slots = mine, full = barriers;
+        if (lane() > 0) return;
+        for (int i = 0; i < BARRIERS; i++) barrier_init(full[i], 1);
+        barriers_ready();
+    }
+    // When all stores have been read from the slots.
+    __device__ void load(int turn, int row0, int column0) const {
+        barrier_expect(full[turn % 3], 2 * SLOT);
+        copy_box<16>(slot(turn % 3), fch, column0 + turn / 2 * 64, row0 + row_of(turn % 2), 0, full[turn % 3]);
+    }
+    __device__ void begin(int row0, int column0) const {
+        if (lane() > 0) return;
+        stores_read<0>();
+        load(0, row0, column0);
+        load(1, row0, column0);
+    }
+    __device__ void finish(const float (&sum)[2][24][4], int row0, int column0) const {
+        Products products(sum);
+        #pragma unroll 1
+        for (int slab = 0; slab < SLABS; slab++, products.next()) {
+            const int column = column0 + 64 * slab;
+            float sums[8][2] = {};
+            #pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int turn = 2 * slab + half;
+                bf16 *const in_place = slot(turn % 3), *const out_slot = slot(3);
+                unsigned x[8][2];
+                barrier_wait(full[turn % 3], turn / 3);  // a tile has two phases of each
+                #pragma unroll
+                for (int i = 0; i < 16; i++) x[i / 2][i % 2] = word(in_place, i / 2, i % 2);
+                #pragma unroll
+                for (int i = 0; i < 16; i++) {
+                    const int n = i / 2, h = i % 2;
+                    const unsigned b = bias_of(column, n), d = products.slab[0][half][n][h];
+                    float d0 = first_of(d), d1 = second_of(d), x0 = first_of(x[n][h]), x1 = second_of(x[n][h]);
+                    differentiate(d0, x0, first_of(b));
+                    differentiate(d1, x1, second_of(b));
+                    sums[n][0] += d0;
+                    sums[n][1] += d1;
+                    word(in_place, n, h) = to_bf16(d0, d1);
+                    x[n][h] = to_bf16(x0, x1);
+                }
+                if (lane() == 0) {
+                    stores_read<0>();  // those of the turn before, while this one was computed
+                    if (turn + 2 < TURNS) load(turn + 2, row0, column0);
+                }
+                __syncwarp();
+                #pragma unroll
+                for (int i = 0; i < 16; i++) word(out_slot, i / 2, i % 2) = x[i / 2][i % 2];
+                written_for_async();
+                __syncwarp();
+                if (lane() == 0) {
+                    store_box<16>(dfch, in_place, column, row0 + row_of(half));
+                    store_box<16>(out, out_slot, column, row0 + row_of(half));
+                }
+            }
+            store_partials(sums, row0, column);
+        }
+    }
+    // Adds up the warp's sums over the lanes with the same columns. Each step leaves a lane with half as many columns:
+    // at last it has those of n = lane / 4.
+    __device__ void store_partials(float (&sums)[8][2], int row0, int column) const {
+        #pragma unroll
+        for (int step = 0; step < 3; step++) {
+            const int left = 4 >> step, lanes = 16 >> step;
+            const bool upper = lane() & lanes;
+            #pragma unroll
+            for (int i = 0; i < 8; i++) {
+                if (i >= 2 * left) continue;
+                float &low = sums[i / 2][i % 2], &high = sums[left + i / 2][i % 2];
+                const float given = __shfl_xor_sync(0xffffffffu, upper ? low : high, lanes);
+                low = (upper ? high : low) + given;
+            }
+        }
+        const int own = column + lane() * 2;
+        if (own < N) {
+            float* const to = partials + (size_t)(row0 / 32 + threadIdx.x / 32 % 4) * N + own;
+            *reinterpret_cast<float2*>(to) = {sums[0][0], sums[0][1]};
+        }
+    }
+};
+
+// With dgelu (M, N) = dout (M, K) weight (K, N): dfch (M, N) = dgelu gelu'(fch + bias), and out (M, N) = gelu(fch +
+// bias) once more. partials (4 ceil(M / 128), N): sums of dfch, before it is rounded.
+extern "C" __global__ void __launch_bounds__(384, 1)
+matmul_gelu_backward_wgmma_kernel(SETS const __grid_constant__ TensorMap dfch, SETS const __grid_constant__ TensorMap out,
+                                  SETS float* partials, const __grid_constant__ TensorMap dout,
+                                  const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap fch,
+                                  const bf16* bias, int M, int N, int K) {
+    alternate<STAGES, 1, true>(GeluBackward(dfch, out, partials, fch, bias, N), dout, weight, M, N, K);
 }

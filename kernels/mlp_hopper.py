@@ -4,6 +4,7 @@ The composites of gelu.py call them where `takes` says so."""
 import device
 from device import ceil_div
 from kernels.launches import FLOPS, describe
+from kernels.reduce import add_partials, partials_of
 
 cu = device.source(__file__, needed=lambda: has_wgmma())
 
@@ -31,6 +32,26 @@ def matmul_gelu_forward_wgmma(out, fch, inp, weight, bias, N: int, C: int, OC: i
     launch("matmul_gelu_forward", arrays, N, OC, C)
 
 
+def matmul_gelu_backward_wgmma(
+    dfch, dbias, out, dout, weight, fch, bias, N: int, C: int, OC: int
+) -> None:  # fmt: skip
+    """dfch (N,C) = dgelu * gelu'(fch + bias (C)), where dgelu (N,C) = dout (N,OC) @ weight (OC,C) is rounded, but not
+    stored. dbias (C) += the column sums of dfch, before they are rounded. out (N,C) = gelu(fch + bias) once more."""
+    rows = rows_of_partials(N)
+    partials = partials_of(rows * C)
+    arrays = (
+        stored(dfch, N, C), stored(out, N, C), partials, read(dout, N, OC, ROWS), read(weight, OC, C, DEPTH),
+        stored(fch, N, C), bias,
+    )  # fmt: skip
+    launch("matmul_gelu_backward", arrays, N, C, OC, barriers=3)
+    add_partials([dbias], partials, rows, C)
+
+
+def rows_of_partials(N: int) -> int:
+    """How many partial sums a column of N rows has: one for each warp of a tile."""
+    return 4 * ceil_div(N, ROWS)
+
+
 def stored(array, N: int, C: int) -> device.TensorMap:
     """An array (N,C), of which a warp stores or reads a slot at a time."""
     return device.tensor_map(array, (1, N, C), SLOT)
@@ -50,6 +71,10 @@ def launch(name: str, arrays: tuple, M: int, N: int, K: int, slots: int = 4, bar
     cu.launch(f"{name}_wgmma_kernel", (blocks,), (384,), (*arrays, M, N, K), shared_mem=shared)
 
 
-describe(matmul_gelu_forward_wgmma, "N=130 C=72 OC=200", "out fch: N,OC; inp: N,C; weight: OC,C; bias: OC",
-         hard="N=389", needs="C % 8 == 0; OC % 8 == 0", precision="bf16")
-FLOPS["matmul_gelu_forward"] = lambda a: 2 * a.M * a.N * a.K
+for launcher, sizes, arrays in (
+    (matmul_gelu_forward_wgmma, "N=130 C=72 OC=200", "out fch: N,OC; inp: N,C; weight: OC,C; bias: OC"),
+    (matmul_gelu_backward_wgmma, "N=130 C=200 OC=72",
+     "dfch out fch: N,C; dbias*: C; dout: N,OC; weight: OC,C; bias: C"),
+):  # fmt: skip
+    describe(launcher, sizes, arrays, needs="C % 8 == 0; OC % 8 == 0", hard="N=389", precision="bf16")
+FLOPS |= {name: lambda a: 2 * a.M * a.N * a.K for name in ("matmul_gelu_forward", "matmul_gelu_backward")}

@@ -3,11 +3,11 @@
 import device
 from conftest import DEVICES, switch_device
 from kernels import mlp_hopper
-from kernels.gelu import gelu_forward, matmul_gelu_forward
-from kernels.matmul import matmul_forward
-from kernels.mlp_hopper import matmul_gelu_forward_wgmma
-from oracle import normal
-from support.kernels import launch, parameter, shapes, write
+from kernels.gelu import gelu_backward, gelu_forward, matmul_gelu_backward, matmul_gelu_forward
+from kernels.matmul import matmul_backward_inp, matmul_forward
+from kernels.mlp_hopper import matmul_gelu_backward_wgmma, matmul_gelu_forward_wgmma
+from oracle import KERNEL_FP32, assert_close, leaf, normal
+from support.kernels import gradient, launch, parameter, shapes, update, write
 
 import numpy as np
 import pytest
@@ -49,18 +49,44 @@ def test_gelu_behind_a_product_has_the_bits_of_the_two_kernels(N, wide, narrow):
     assert bits(fused) == bits([out, fch])
 
 
+@any_shape
+def test_gelus_backward_pass_behind_a_product_has_the_bits_of_the_two_kernels(N, wide, narrow):
+    """But for the bias' gradient, which is added up in another order."""
+    C, OC = 8 * wide, 8 * narrow
+    rng = np.random.default_rng([N, OC, C])
+    dout, weight, bias, dbias = whole(rng, N, OC), parameter(whole(rng, OC, C)), normal(rng, C), normal(rng, C)
+    fch = leaf(2 * normal(rng, N, C)).detach().numpy().astype(np.float32)
+    dfch, dbias1, again = launch(
+        matmul_gelu_backward_wgmma, write(N, C), gradient(dbias), write(N, C), dout, weight, fch, parameter(bias),
+        N, C, OC,
+    )  # fmt: skip
+    (dgelu,) = launch(matmul_backward_inp, write(N, C), dout, weight, 1, N, C, OC)
+    place = update(device.to_floats(dgelu))
+    want, dbias2, out = launch(
+        gelu_backward, place, gradient(dbias), write(N, C), place, fch, parameter(bias), N, C
+    )
+    assert bits([dfch, again]) == bits([want, out])
+    size = leaf(want).abs().sum(0) + leaf(dbias).abs()
+    assert_close("dbias", leaf(dbias1) + size, leaf(dbias2) + size, KERNEL_FP32)
+
+
 def test_composites_take_these_kernels_where_there_are_rows_enough(monkeypatch):
     seen = []
     monkeypatch.setattr(mlp_hopper, "has_wgmma", lambda: True)
     monkeypatch.setattr(mlp_hopper, "launch", lambda name, *arguments, **given: seen.append(name))
+    monkeypatch.setattr(mlp_hopper, "add_partials", lambda *arguments: None)
     monkeypatch.setattr(device.current.device, "multiprocessors", 2)
     for N, C, OC, there in (385, 72, 192, True), (384, 72, 192, False), (385, 72, 190, False), (385, 71, 192, False):
         seen.clear()
         a = {name: device.zeros(shape, device.floatX) for name, shape in {
-            "inp": (N, C), "weight": (OC, C), "bias": (OC,), "out": (N, OC), "fch": (N, OC),
+            "inp": (N, C), "weight": (OC, C), "bias": (OC,), "out": (N, OC), "fch": (N, OC), "dout": (N, C),
+            "back": (C, OC),
         }.items()}  # fmt: skip
         matmul_gelu_forward(a["out"], a["fch"], a["inp"], a["weight"], a["bias"], 1, N, C, OC)
-        assert seen == ["matmul_gelu_forward"] * there
+        matmul_gelu_backward(
+            a["fch"], None, a["out"], a["fch"], a["dout"], a["back"], a["fch"], a["bias"], 1, N, OC, C
+        )
+        assert seen == ["matmul_gelu_forward", "matmul_gelu_backward"] * there
         matmul_gelu_forward(a["out"], a["fch"], a["inp"], a["weight"], a["bias"], 1, N, C, OC, erf=True)
         matmul_gelu_forward(a["out"], a["fch"], a["inp"], a["weight"], None, 1, N, C, OC)
-        assert seen == ["matmul_gelu_forward"] * there
+        assert seen == ["matmul_gelu_forward", "matmul_gelu_backward"] * there
