@@ -58,15 +58,18 @@ __device__ inline void start_products(float (&sum)[HALVES][N][4], const bf16* st
 
 // ---- the producer's copies
 
+// How b lies: by rows; by columns; or it is two such matrices, of which a tile has as many columns each.
+enum Layout { BY_ROWS, BY_COLUMNS, TWO_BY_COLUMNS };
+
 // One thread asks for a stage, at number k0 of K: `full` then tells when all bytes are there. In a pair of blocks,
 // which have the same columns, each asks for every other slab of b, for both. Of three slabs it asks for one and two in
-// turn. If b lies by columns, each asks for half of them.
-template <int COLUMNS, int BLOCKS, bool BY_ROWS = true>
+// turn.
+template <int COLUMNS, int BLOCKS, Layout LAYOUT = BY_ROWS>
 __device__ inline void copy_tiles(bf16* stage, const TensorMap& a, const TensorMap& b, int row0, int column0, int k0,
                                   Barrier& full) {
     barrier_expect(full, 2 * STAGE<COLUMNS>);
     copy_box<ROWS>(stage, a, k0, row0, 0, full);
-    if constexpr (BY_ROWS) {
+    if constexpr (LAYOUT == BY_ROWS) {
         #pragma unroll
         for (int i = 0; i < COLUMNS / 64; i++) {
             bf16* const slab = stage + (ROWS + 64 * i) * DEPTH;
@@ -75,21 +78,42 @@ __device__ inline void copy_tiles(bf16* stage, const TensorMap& a, const TensorM
                 copy_box_to_pair<DEPTH>(slab, b, column0 + 64 * i, k0, full);
         }
     } else {
-        constexpr int SHARE = COLUMNS / BLOCKS;
-        const int first = blockIdx.x % BLOCKS * SHARE;
-        bf16* const columns = stage + (ROWS + first) * DEPTH;
-        if (BLOCKS == 1) copy_box<SHARE>(columns, b, k0, column0, 0, full);
-        else copy_box_to_pair<SHARE>(columns, b, k0, column0 + first, full);
+        static_assert(BLOCKS == 1);
+        constexpr int HALF = COLUMNS / 2;
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const bool second = LAYOUT == TWO_BY_COLUMNS && i == 1;
+            copy_box<HALF>(stage + (ROWS + i * HALF) * DEPTH, b, k0, LAYOUT == BY_COLUMNS ? column0 + i * HALF : column0,
+                           second, full);
+        }
     }
 }
+
+// ---- which tiles a block makes
+
+// Tile number i of c, ROWS * BLOCKS x COLUMNS elements. All tiles of GROUP rows come before the next rows, column by
+// column. So the tiles at work make a square of c, about, and share rows of a and columns of b in L2.
+template <int COLUMNS, int BLOCKS>
+struct Work {
+    static constexpr int GROUP = 16 / BLOCKS;
+    int row0, column0;
+    __device__ Work(int i, int M, int N) {
+        const int down = ceil_div(M, ROWS * BLOCKS), across = ceil_div(N, COLUMNS);
+        const int first = i / (GROUP * across) * GROUP, together = min(GROUP, down - first), j = i - first * across;
+        row0 = ((first + j % together) * BLOCKS + blockIdx.x % BLOCKS) * ROWS;
+        column0 = j / together * COLUMNS;
+    }
+    static __device__ int tiles(int M, int N) { return ceil_div(M, ROWS * BLOCKS) * ceil_div(N, COLUMNS); }
+};
 
 // ---- a ring, and its consumers
 
 // STAGES stages on their way from a producer to consumers. Each has two mbarriers: `full` waits for the bytes, and
-// `empty` for the warps that read them, WARPS in each of BLOCKS blocks. B_BY_ROWS: how b lies.
-template <int COLUMNS, int STAGES, int BLOCKS = 1, int WARPS = 8, bool B_BY_ROWS = true>
+// `empty` for the warps that read them, WARPS in each of BLOCKS blocks.
+template <int COLUMNS, int STAGES, int BLOCKS = 1, int WARPS = 8, Layout LAYOUT = BY_ROWS>
 struct Ring {
-    static constexpr bool BY_ROWS = B_BY_ROWS;
+    static constexpr bool B_BY_ROWS = LAYOUT == BY_ROWS;
+    using Tiles = Work<LAYOUT == TWO_BY_COLUMNS ? COLUMNS / 2 : COLUMNS, BLOCKS>;
     bf16* tiles;
     Barrier *full, *empty;
 
@@ -115,7 +139,7 @@ __device__ inline void consume(float (&sum)[HALVES][N][4], const R& ring, Pipeli
                                int K, Started started) {
     for (int k0 = 0; k0 < K; k0 += DEPTH) {
         barrier_wait(ring.full[at.stage], at.parity);
-        start_products<R::BY_ROWS>(sum, ring.at(at.stage), first_row, k0 > 0);
+        start_products<R::B_BY_ROWS>(sum, ring.at(at.stage), first_row, k0 > 0);
         wgmma_wait<1>();
         if (k0 > 0) ring.release(at.before());
         at.advance();
@@ -127,35 +151,19 @@ __device__ inline void consume(float (&sum)[HALVES][N][4], const R& ring, Pipeli
     ring.release(at.before());
 }
 
-// ---- blocks that stay
-
-// Tile number i of c, ROWS * BLOCKS x COLUMNS elements. All tiles of GROUP rows come before the next rows, column by
-// column. So the tiles at work make a square of c, about, and share rows of a and columns of b in L2.
-template <int COLUMNS, int BLOCKS>
-struct Work {
-    static constexpr int GROUP = 16 / BLOCKS;
-    int row0, column0;
-    __device__ Work(int i, int M, int N) {
-        const int down = ceil_div(M, ROWS * BLOCKS), across = ceil_div(N, COLUMNS);
-        const int first = i / (GROUP * across) * GROUP, together = min(GROUP, down - first), j = i - first * across;
-        row0 = ((first + j % together) * BLOCKS + blockIdx.x % BLOCKS) * ROWS;
-        column0 = j / together * COLUMNS;
-    }
-    static __device__ int tiles(int M, int N) { return ceil_div(M, ROWS * BLOCKS) * ceil_div(N, COLUMNS); }
-};
-
 // The blocks of the grid, or its clusters, take the tiles of c in turn. The producer copies for one after the other.
-template <int COLUMNS, int STAGES, int BLOCKS, int WARPS, bool BY_ROWS>
-__device__ inline void produce(const Ring<COLUMNS, STAGES, BLOCKS, WARPS, BY_ROWS>& ring, const TensorMap& a,
+template <int COLUMNS, int STAGES, int BLOCKS, int WARPS, Layout LAYOUT>
+__device__ inline void produce(const Ring<COLUMNS, STAGES, BLOCKS, WARPS, LAYOUT>& ring, const TensorMap& a,
                                const TensorMap& b, int M, int N, int K) {
     PipelineState<STAGES> at;
-    const int all = Work<COLUMNS, BLOCKS>::tiles(M, N);
+    using Tiles = typename Ring<COLUMNS, STAGES, BLOCKS, WARPS, LAYOUT>::Tiles;
+    const int all = Tiles::tiles(M, N);
     for (int i = blockIdx.x / BLOCKS; i < all; i += gridDim.x / BLOCKS) {
-        const Work<COLUMNS, BLOCKS> work(i, M, N);
+        const Tiles work(i, M, N);
         for (int k0 = 0; k0 < K; k0 += DEPTH, at.advance()) {
             barrier_wait(ring.empty[at.stage], at.parity ^ 1);
-            copy_tiles<COLUMNS, BLOCKS, BY_ROWS>(ring.at(at.stage), a, b, work.row0, work.column0, k0,
-                                                 ring.full[at.stage]);
+            copy_tiles<COLUMNS, BLOCKS, LAYOUT>(ring.at(at.stage), a, b, work.row0, work.column0, k0,
+                                                ring.full[at.stage]);
         }
     }
 }
@@ -167,13 +175,14 @@ __device__ inline void produce(const Ring<COLUMNS, STAGES, BLOCKS, WARPS, BY_ROW
 //
 // What becomes of a tile is up to `epilogue`, of which each warp of the consumers has a copy. It is told of a tile
 // before the products, begin(row0, column0), and is given its sums after them, finish(sum, row0, column0). In shared
-// memory a warp has SLOTS of 16 x 64 numbers and BARRIERS mbarriers: place(slots, barriers), which may initialise them.
-template <int STAGES, int BLOCKS, bool BY_ROWS, class Epilogue>
+// memory a warp has BUFFER numbers and BARRIERS mbarriers: place(buffer, barriers), which may initialise them.
+template <int STAGES, int BLOCKS, Layout LAYOUT, class Epilogue>
 __device__ inline void alternate(Epilogue epilogue, const TensorMap& a, const TensorMap& b, int M, int N, int K) {
-    constexpr int COLUMNS = 192, SLOTS = Epilogue::SLOTS * SLOT;
+    constexpr int COLUMNS = 192;
     SHARED_TILES(tiles);
-    bf16* const slots = tiles + STAGES * STAGE<COLUMNS>;
-    const Ring<COLUMNS, STAGES, BLOCKS, 4, BY_ROWS> ring(tiles, slots + 8 * SLOTS);
+    bf16* const buffers = tiles + STAGES * STAGE<COLUMNS>;
+    const Ring<COLUMNS, STAGES, BLOCKS, 4, LAYOUT> ring(tiles, buffers + 8 * Epilogue::BUFFER);
+    using Tiles = typename Ring<COLUMNS, STAGES, BLOCKS, 4, LAYOUT>::Tiles;
     Barrier* const may_start = ring.empty + STAGES;  // one for each consumer; the other's four warps arrive
     const int warpgroup = warpgroup_of(), warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
@@ -181,7 +190,7 @@ __device__ inline void alternate(Epilogue epilogue, const TensorMap& a, const Te
         barrier_init(may_start[1], 4);
         ring.init();
     }
-    if (warpgroup < 2) epilogue.place(slots + warp * SLOTS, may_start + 2 + warp * Epilogue::BARRIERS);
+    if (warpgroup < 2) epilogue.place(buffers + warp * Epilogue::BUFFER, may_start + 2 + warp * Epilogue::BARRIERS);
     if (BLOCKS > 1) cluster_wait(); else __syncthreads();
     if (warpgroup == 2) {
         give_registers<2, 232>();
@@ -189,13 +198,13 @@ __device__ inline void alternate(Epilogue epilogue, const TensorMap& a, const Te
     } else {
         take_registers<232>();
         PipelineState<STAGES> at;
-        const int all = Work<COLUMNS, BLOCKS>::tiles(M, N);
+        const int all = Tiles::tiles(M, N);
         for (int i = blockIdx.x / BLOCKS, turn = 0; i < all; i += gridDim.x / BLOCKS, turn++) {
             if (turn % 2 != warpgroup) {
                 at.skip(ceil_div(K, DEPTH));
                 continue;
             }
-            const Work<COLUMNS, BLOCKS> work(i, M, N);
+            const Tiles work(i, M, N);
             float sum[2][COLUMNS / 8][4] = {};  // else ptxas keeps all registers of the tile before, and spills others
             epilogue.begin(work.row0, work.column0);
             barrier_wait(may_start[warpgroup], (turn + 1) / 2 % 2 ^ 1);  // turn 0 waits for nobody

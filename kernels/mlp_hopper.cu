@@ -60,7 +60,7 @@ struct Epilogue {
 
 // Slots 0 and 1 take turns for fch, 2 and 3 for out.
 struct GeluForward : Epilogue {
-    static constexpr int SLOTS = 4, BARRIERS = 0;
+    static constexpr int BUFFER = 4 * SLOT, BARRIERS = 0;
     const TensorMap &out, &fch;
 
     __device__ GeluForward(const TensorMap& out, const TensorMap& fch, const bf16* bias, int N)
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 matmul_gelu_forward_wgmma_kernel(SETS const __grid_constant__ TensorMap out, SETS const __grid_constant__ TensorMap fch,
                                  const __grid_constant__ TensorMap inp, const __grid_constant__ TensorMap weight,
                                  const bf16* bias, int M, int N, int K) {
-    alternate<STAGES, 1, false>(GeluForward(out, fch, bias, N), inp, weight, M, N, K);
+    alternate<STAGES, 1, BY_COLUMNS>(GeluForward(out, fch, bias, N), inp, weight, M, N, K);
 }
 
 // ---- GELU, backward
@@ -108,7 +108,7 @@ matmul_gelu_forward_wgmma_kernel(SETS const __grid_constant__ TensorMap out, SET
 // fch comes to slots 0 to 2 by turns, the first two turns of a tile beside its products. dfch takes fch's place, and
 // slot 3 has out. A warp's partial sums are over 32 rows of the tile.
 struct GeluBackward : Epilogue {
-    static constexpr int SLOTS = 4, BARRIERS = 3;
+    static constexpr int BUFFER = 4 * SLOT, BARRIERS = 3;
     const TensorMap &dfch, &out, &fch;
     float* partials;
 
@@ -205,5 +205,5 @@ matmul_gelu_backward_wgmma_kernel(SETS const __grid_constant__ TensorMap dfch, S
                                   SETS float* partials, const __grid_constant__ TensorMap dout,
                                   const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap fch,
                                   const bf16* bias, int M, int N, int K) {
-    alternate<STAGES, 1, true>(GeluBackward(dfch, out, partials, fch, bias, N), dout, weight, M, N, K);
+    alternate<STAGES, 1, BY_ROWS>(GeluBackward(dfch, out, partials, fch, bias, N), dout, weight, M, N, K);
 }

@@ -28,7 +28,7 @@ def takes(N: int, OC: int, C: int, weight, bias=None) -> bool:
 
 def matmul_gelu_forward_wgmma(out, fch, inp, weight, bias, N: int, C: int, OC: int) -> None:
     """out (N,OC) = gelu(fch + bias (OC)), in the tanh form. fch (N,OC) = inp (N,C) @ weight (OC,C)^T."""
-    arrays = stored(out, N, OC), stored(fch, N, OC), read(inp, N, C, ROWS), read(weight, OC, C, COLUMNS), bias
+    arrays = stored(out, N, OC), stored(fch, N, OC), read(inp, N, C, ROWS), read(weight, OC, C, COLUMNS // 2), bias
     launch("matmul_gelu_forward", arrays, N, OC, C)
 
 

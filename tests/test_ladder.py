@@ -235,28 +235,6 @@ def test_consumers_in_ping_pong_find_their_stages(M, N, K, monkeypatch):
     compare("matmul_hopper", rung, {"M": M, "N": N, "K": K}, lambda launch: launch())
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=needs_gpu)])
-def test_a_product_with_b_by_columns_has_the_bits_of_that_with_b_by_rows(kind, monkeypatch):
-    switch_device(kind, monkeypatch)
-    source = device.Source(ROOT / "tests" / "cu" / "product_by_columns.cu")
-    if why := device.why_not_kernels(source.path):
-        pytest.skip(why)
-    (rung,) = (rung for rung in TOPICS["matmul_hopper"].rungs if rung.kernel == "pingpong_kernel")
-    M, N, K = 389, 200, 328
-    with ladder.precision_of("matmul_hopper"):
-        arrays = ladder.place_arrays(TOPICS["matmul_hopper"], {"M": M, "N": N, "K": K}, ladder.on_device)
-        rung.launch(ladder.kernels_of("matmul_hopper"), arrays)
-        by_columns = device.asarray(np.ascontiguousarray(device.to_host(arrays.b).T))
-        c = device.asarray(device.to_bf16(np.full((M, N), np.nan, np.float32)))
-        maps = (c, (1, M, N), (1, 16, 64)), (arrays.a, (1, M, K), (1, 128, 64)), (by_columns, (1, N, K), (1, 96, 64))
-        source.launch(
-            "by_columns_kernel", (device.multiprocessors // 2 * 2,), (384,),
-            (*(device.tensor_map(*one) for one in maps), M, N, K), shared_mem=4 * (40960 + 16) + 8 * 3 * 2048 + 16,
-        )  # fmt: skip
-        device.synchronize()
-        assert np.array_equal(device.to_host(c), device.to_host(arrays.c))
-
-
 def test_a_product_stored_through_a_tensor_map_is_declared_to_be_written():
     declared = device.sources.kernel_accesses(ladder.LADDER / "matmul_hopper.cu")["store_kernel"]
     assert declared == {"c": "sets", "a": "reads", "b": "reads", "M": None, "N": None, "K": None}

@@ -213,7 +213,7 @@ store_kernel(SETS const __grid_constant__ TensorMap c, const __grid_constant__ T
 
 template <int BUFFERS>
 struct StoreSlabs {
-    static constexpr int SLOTS = BUFFERS, BARRIERS = 0;
+    static constexpr int BUFFER = BUFFERS * SLOT, BARRIERS = 0;
     const TensorMap& c;
     bf16* slots;
     __device__ void place(bf16* mine, Barrier*) { slots = mine; }
@@ -228,5 +228,5 @@ struct StoreSlabs {
 extern "C" __global__ void CLUSTER_OF_A_PAIR __launch_bounds__(384, 1)
 pingpong_kernel(SETS const __grid_constant__ TensorMap c, const __grid_constant__ TensorMap a,
                 const __grid_constant__ TensorMap b, int M, int N, int K) {
-    alternate<4, PAIR, true>(StoreSlabs<3>{c}, a, b, M, N, K);
+    alternate<4, PAIR, BY_ROWS>(StoreSlabs<3>{c}, a, b, M, N, K);
 }
