@@ -15,7 +15,7 @@ from kernels.attention import attention_backward, attention_forward
 from kernels.matmul import matmul_backward_inp, matmul_backward_weight, matmul_forward
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_recompute
 from kernels.rope import ORIGINAL_LENGTH, rope_backward, rope_forward, rope_table
-from kernels.swiglu import swiglu_backward, swiglu_forward
+from kernels.swiglu import matmul_swiglu_forward, swiglu_backward
 from llmc.files.files import make_header
 from llmc.model.batch import embedding_backward, embedding_forward
 from llmc.model.loss import cross_entropy_loss
@@ -209,8 +209,7 @@ def llama3_layer_forward(model: Model, acts, batch, l: int) -> None:
     matmul_forward(a.proj, a.atty, p.attprojw, None, B, T, C, C)
     fused_residual_rmsnorm_forward(a.residual2, a.ln2, a.stats2, a.residual, a.proj, p.norm2, eps, B, T, C)
 
-    matmul_forward(a.fch, a.ln2, p.fcw, None, B, T, C, 2 * H)
-    swiglu_forward(a.swiglu, a.fch, B * T, H)
+    matmul_swiglu_forward(a.swiglu, a.fch, a.ln2, p.fcw, B, T, C, H)
 
 
 def llama3_layer_recompute(model: Model, acts, batch, l: int) -> None:

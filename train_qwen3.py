@@ -17,7 +17,7 @@ from kernels.matmul import matmul_backward_inp, matmul_backward_weight, matmul_f
 from kernels.qk_norm import qk_norm_backward, qk_norm_forward
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_recompute
 from kernels.rope import rope_table
-from kernels.swiglu import swiglu_backward, swiglu_forward
+from kernels.swiglu import matmul_swiglu_forward, swiglu_backward
 from llmc.model.batch import embedding_backward, embedding_forward
 from llmc.model.loss import cross_entropy_loss
 from llmc.model.model import Model
@@ -152,8 +152,7 @@ def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
     matmul_forward(a.proj, a.atty, p.attprojw, None, B, T, NH * HS, C)
     fused_residual_rmsnorm_forward(a.residual2, a.ln2, a.stats2, a.residual, a.proj, p.norm2, eps, B, T, C)
 
-    matmul_forward(a.fch, a.ln2, p.fcw, None, B, T, C, 2 * H)
-    swiglu_forward(a.swiglu, a.fch, B * T, H)
+    matmul_swiglu_forward(a.swiglu, a.fch, a.ln2, p.fcw, B, T, C, H)
 
 
 def qwen3_layer_recompute(model: Model, acts, batch, l: int) -> None:

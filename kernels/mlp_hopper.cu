@@ -1,7 +1,7 @@
-// Products of the MLP by Hopper's instructions, in bf16, with GELU and its backward pass in their epilogues: while one
+// Products of the MLP by Hopper's instructions, in bf16, with GELU, its backward pass, and SwiGLU in their epilogues: while one
 // consumer computes what becomes of its tile, the other one multiplies (hopper_product.cuh: alternate). So arrays that
 // a kernel of its own would read again from memory, after the product, never leave the chip. Every number is computed
-// and rounded as by the product and gelu.cu.
+// and rounded as by the product and gelu.cu or swiglu.cu.
 //
 // Tensor maps have rows of 16 bytes or multiples: the sizes but N are multiples of 8. Rows and columns of a tile that
 // lie outside come as zeros and are not stored.
@@ -9,8 +9,9 @@
 #define WARP_SIZE 32
 #include "gelu.cuh"
 #include "hopper_product.cuh"
+#include "swiglu.cuh"
 
-constexpr int STAGES = 4, SLABS = 3;
+constexpr int STAGES = 4, SWIGLU_STAGES = 5, SLABS = 3;
 
 __device__ inline float first_of(unsigned word) { return __uint_as_float(word << 16); }
 __device__ inline float second_of(unsigned word) { return __uint_as_float(word & 0xffff0000u); }
@@ -206,4 +207,61 @@ matmul_gelu_backward_wgmma_kernel(SETS const __grid_constant__ TensorMap dfch, S
                                   const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap fch,
                                   const bf16* bias, int M, int N, int K) {
     alternate<STAGES, 1, BY_ROWS>(GeluBackward(dfch, out, partials, fch, bias, N), dout, weight, M, N, K);
+}
+
+// ---- SwiGLU, forward
+
+// A tile has 96 columns of up, and in the same lanes those of gate. That is not a number of slabs. So a warp puts 16
+// rows in order in shared memory, and its lanes store them.
+struct SwigluForward {
+    static constexpr int COLUMNS = 96, PITCH = COLUMNS + 8, BUFFER = 16 * PITCH, BARRIERS = 0;
+    bf16 *out, *fch;
+    int M, H;
+    bf16* rows;
+
+    __device__ void place(bf16* mine, Barrier*) { rows = mine; }
+    __device__ void begin(int, int) const {}
+    __device__ void finish(const float (&sum)[2][24][4], int row0, int column0) const {
+        const Products products(sum);
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const auto up = [&](int n, int h) { return products.slab[n / 8][half][n % 8][h]; };
+            const auto gate = [&](int n, int h) { return up(n + 12, h); };
+            const int row = row0 + Epilogue::row_of(half);
+            store(fch, 2 * H, row, column0, up);
+            store(fch + H, 2 * H, row, column0, gate);
+            store(out, H, row, column0, [&](int n, int h) {
+                return to_bf16(swiglu(first_of(up(n, h)), first_of(gate(n, h))),
+                               swiglu(second_of(up(n, h)), second_of(gate(n, h))));
+            });
+        }
+    }
+    // Stores 16 rows of a matrix whose rows lie `stride` numbers apart. word(n, h): the lane's numbers of columns 8n on.
+    template <class Word>
+    __device__ void store(bf16* to, int stride, int row, int column0, Word word) const {
+        const int lane = Epilogue::lane();
+        to += (size_t)row * stride + column0;
+        #pragma unroll
+        for (int i = 0; i < 24; i++) {
+            bf16* const place = rows + (lane / 4 + i % 2 * 8) * PITCH + i / 2 * 8 + lane % 4 * 2;
+            *reinterpret_cast<unsigned*>(place) = word(i / 2, i % 2);
+        }
+        __syncwarp();
+        #pragma unroll 3  // all six have more addresses than there are registers
+        for (int i = 0; i < 16 * COLUMNS / 8 / 32; i++) {
+            const int r = (lane + 32 * i) / (COLUMNS / 8), column = (lane + 32 * i) % (COLUMNS / 8) * 8;
+            if (row + r < M && column0 + column < H)
+                *reinterpret_cast<uint4*>(to + r * stride + column) =
+                    *reinterpret_cast<const uint4*>(rows + r * PITCH + column);
+        }
+        __syncwarp();
+    }
+};
+
+// out (M, H) = SwiGLU of fch (M, 2H), and fch = inp (M, K) weight (2H, K)^T: in each row first up, then gate. weight's
+// map has three axes, the first for up and gate.
+extern "C" __global__ void __launch_bounds__(384, 1)
+matmul_swiglu_forward_wgmma_kernel(SETS bf16* out, SETS bf16* fch, const __grid_constant__ TensorMap inp,
+                                   const __grid_constant__ TensorMap weight, int M, int H, int K) {
+    alternate<SWIGLU_STAGES, 1, TWO_BY_COLUMNS>(SwigluForward{out, fch, M, H}, inp, weight, M, H, K);
 }

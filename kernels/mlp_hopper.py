@@ -1,5 +1,5 @@
-"""Products of the MLP with GELU in their epilogues, in bf16, for GPUs that have wgmma: the launchers of mlp_hopper.cu.
-The composites of gelu.py call them where `takes` says so."""
+"""Products of the MLP with GELU or SwiGLU in their epilogues, in bf16, for GPUs that have wgmma: the launchers of
+mlp_hopper.cu. The composites of gelu.py and swiglu.py call them where `takes` says so."""
 
 import device
 from device import ceil_div
@@ -10,6 +10,12 @@ cu = device.source(__file__, needed=lambda: has_wgmma())
 
 ROWS, COLUMNS, DEPTH = 128, 192, 64  # of a block's tile of the product, and of K in a stage
 WARPS, SLOT = 8, (1, 16, 64)  # the warps that compute, and what each stores at a time
+# Stages of a block, columns of the result that a tile has, and numbers and mbarriers of a warp for its epilogue.
+KERNELS = {
+    "matmul_gelu_forward": (4, COLUMNS, 4 * 16 * 64, 0),
+    "matmul_gelu_backward": (4, COLUMNS, 4 * 16 * 64, 3),
+    "matmul_swiglu_forward": (5, COLUMNS // 2, 16 * (96 + 8), 0),
+}
 
 
 def has_wgmma() -> bool:
@@ -43,8 +49,14 @@ def matmul_gelu_backward_wgmma(
         stored(dfch, N, C), stored(out, N, C), partials, read(dout, N, OC, ROWS), read(weight, OC, C, DEPTH),
         stored(fch, N, C), bias,
     )  # fmt: skip
-    launch("matmul_gelu_backward", arrays, N, C, OC, barriers=3)
+    launch("matmul_gelu_backward", arrays, N, C, OC)
     add_partials([dbias], partials, rows, C)
+
+
+def matmul_swiglu_forward_wgmma(out, fch, inp, weight, N: int, C: int, H: int) -> None:
+    """out (N,H) = silu(gate) * up. fch (N,2H) = inp (N,C) @ weight (2H,C)^T, in each row up, then gate."""
+    up_and_gate = device.tensor_map(weight, (2, H, C), (1, COLUMNS // 2, DEPTH))
+    launch("matmul_swiglu_forward", (out, fch, read(inp, N, C, ROWS), up_and_gate), N, H, C)
 
 
 def rows_of_partials(N: int) -> int:
@@ -62,19 +74,20 @@ def read(array, N: int, C: int, rows: int) -> device.TensorMap:
     return device.tensor_map(array, (1, N, C), (1, rows, 64))
 
 
-def launch(name: str, arrays: tuple, M: int, N: int, K: int, slots: int = 4, barriers: int = 0) -> None:
-    """Launches a block for each multiprocessor, which make the tiles of an (M,N) product. slots and barriers: what a
-    warp has for its epilogue."""
-    stages = cu.constant("STAGES")
-    shared = stages * (2 * (ROWS + COLUMNS) * DEPTH + 16) + WARPS * slots * 2 * 16 * 64 + 8 * (2 + WARPS * barriers)
-    blocks = min(device.multiprocessors, ceil_div(M, ROWS) * ceil_div(N, COLUMNS))
+def launch(name: str, arrays: tuple, M: int, N: int, K: int) -> None:
+    """Launches a block for each multiprocessor, which make the tiles of an (M,N) product."""
+    stages, columns, buffer, barriers = KERNELS[name]
+    shared = stages * (2 * (ROWS + COLUMNS) * DEPTH + 16) + WARPS * (2 * buffer + 8 * barriers) + 16
+    blocks = min(device.multiprocessors, ceil_div(M, ROWS) * ceil_div(N, columns))
     cu.launch(f"{name}_wgmma_kernel", (blocks,), (384,), (*arrays, M, N, K), shared_mem=shared)
 
 
-for launcher, sizes, arrays in (
-    (matmul_gelu_forward_wgmma, "N=130 C=72 OC=200", "out fch: N,OC; inp: N,C; weight: OC,C; bias: OC"),
+for launcher, sizes, arrays, needs in (
+    (matmul_gelu_forward_wgmma, "N=130 C=72 OC=200", "out fch: N,OC; inp: N,C; weight: OC,C; bias: OC", "OC % 8 == 0"),
     (matmul_gelu_backward_wgmma, "N=130 C=200 OC=72",
-     "dfch out fch: N,C; dbias*: C; dout: N,OC; weight: OC,C; bias: C"),
+     "dfch out fch: N,C; dbias*: C; dout: N,OC; weight: OC,C; bias: C", "OC % 8 == 0"),
+    (matmul_swiglu_forward_wgmma, "N=130 C=72 H=104", "out: N,H; fch: N,2*H; inp: N,C; weight: 2*H,C", "H % 8 == 0"),
 ):  # fmt: skip
-    describe(launcher, sizes, arrays, needs="C % 8 == 0; OC % 8 == 0", hard="N=389", precision="bf16")
+    describe(launcher, sizes, arrays, hard="N=389", needs=f"C % 8 == 0; {needs}", precision="bf16")
 FLOPS |= {name: lambda a: 2 * a.M * a.N * a.K for name in ("matmul_gelu_forward", "matmul_gelu_backward")}
+FLOPS["matmul_swiglu_forward"] = lambda a: 4 * a.M * a.H * a.K

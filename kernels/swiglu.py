@@ -4,9 +4,20 @@ import device
 from device import ceil_div
 from kernels.dispatch import dispatched
 from kernels.launches import MATRIX, describe
-from kernels.matmul import as_stored, recomputed, tile_grid
+from kernels.matmul import as_stored, matmul_forward, recomputed, tile_grid
+from kernels.mlp_hopper import matmul_swiglu_forward_wgmma, takes
 
 cu = device.source(__file__)
+
+
+def matmul_swiglu_forward(out, fch, inp, weight, B: int, T: int, C: int, H: int) -> None:
+    """out (B,T,H) = silu(gate) * up. Sets fch (B,T,2H) = inp (B,T,C) @ weight (2H,C)^T, too, for backward: in each row
+    H numbers of up, then H of gate."""
+    if takes(B * T, 2 * H, C, weight) and H % 8 == 0:
+        matmul_swiglu_forward_wgmma(out, fch, inp, weight, B * T, C, H)
+    else:
+        matmul_forward(fch, inp, weight, None, B, T, C, 2 * H)
+        swiglu_forward(out, fch, B * T, H)
 
 
 @dispatched("out")

@@ -5,7 +5,8 @@ from conftest import DEVICES, switch_device
 from kernels import mlp_hopper
 from kernels.gelu import gelu_backward, gelu_forward, matmul_gelu_backward, matmul_gelu_forward
 from kernels.matmul import matmul_backward_inp, matmul_forward
-from kernels.mlp_hopper import matmul_gelu_backward_wgmma, matmul_gelu_forward_wgmma
+from kernels.mlp_hopper import matmul_gelu_backward_wgmma, matmul_gelu_forward_wgmma, matmul_swiglu_forward_wgmma
+from kernels.swiglu import matmul_swiglu_forward, swiglu_forward
 from oracle import KERNEL_FP32, assert_close, leaf, normal
 from support.kernels import gradient, launch, parameter, shapes, update, write
 
@@ -70,6 +71,17 @@ def test_gelus_backward_pass_behind_a_product_has_the_bits_of_the_two_kernels(N,
     assert_close("dbias", leaf(dbias1) + size, leaf(dbias2) + size, KERNEL_FP32)
 
 
+@any_shape
+def test_swiglu_behind_a_product_has_the_bits_of_the_two_kernels(N, wide, narrow):
+    H, C = 8 * wide, 8 * narrow
+    rng = np.random.default_rng([N, H, C])
+    inp, weight = whole(rng, N, C), parameter(whole(rng, 2 * H, C))
+    fused = launch(matmul_swiglu_forward_wgmma, write(N, H), write(N, 2 * H), inp, weight, N, C, H)
+    (fch,) = launch(matmul_forward, write(N, 2 * H), inp, weight, None, 1, N, C, 2 * H)
+    (out,) = launch(swiglu_forward, write(N, H), device.to_floats(fch), N, H)
+    assert bits(fused) == bits([out, fch])
+
+
 def test_composites_take_these_kernels_where_there_are_rows_enough(monkeypatch):
     seen = []
     monkeypatch.setattr(mlp_hopper, "has_wgmma", lambda: True)
@@ -86,7 +98,8 @@ def test_composites_take_these_kernels_where_there_are_rows_enough(monkeypatch):
         matmul_gelu_backward(
             a["fch"], None, a["out"], a["fch"], a["dout"], a["back"], a["fch"], a["bias"], 1, N, OC, C
         )
-        assert seen == ["matmul_gelu_forward", "matmul_gelu_backward"] * there
+        matmul_swiglu_forward(a["out"].reshape(2, -1)[0], a["out"], a["inp"], a["weight"], 1, N, C, OC // 2)
+        assert seen == ["matmul_gelu_forward", "matmul_gelu_backward", "matmul_swiglu_forward"] * there
         matmul_gelu_forward(a["out"], a["fch"], a["inp"], a["weight"], a["bias"], 1, N, C, OC, erf=True)
         matmul_gelu_forward(a["out"], a["fch"], a["inp"], a["weight"], None, 1, N, C, OC)
-        assert seen == ["matmul_gelu_forward", "matmul_gelu_backward"] * there
+        assert len(seen) == 3 * there
