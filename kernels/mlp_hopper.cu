@@ -1,4 +1,4 @@
-// Products of the MLP by Hopper's instructions, in bf16, with GELU, its backward pass, and SwiGLU in their epilogues: while one
+// Products of the MLP by Hopper's instructions, in bf16, with GELU, SwiGLU and their backward passes in their epilogues: while one
 // consumer computes what becomes of its tile, the other one multiplies (hopper_product.cuh: alternate). So arrays that
 // a kernel of its own would read again from memory, after the product, never leave the chip. Every number is computed
 // and rounded as by the product and gelu.cu or swiglu.cu.
@@ -264,4 +264,93 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 matmul_swiglu_forward_wgmma_kernel(SETS bf16* out, SETS bf16* fch, const __grid_constant__ TensorMap inp,
                                    const __grid_constant__ TensorMap weight, int M, int H, int K) {
     alternate<SWIGLU_STAGES, 1, TWO_BY_COLUMNS>(SwigluForward{out, fch, M, H}, inp, weight, M, H, K);
+}
+
+// ---- SwiGLU, backward
+
+// As GeluBackward, but by 8 rows at a time, because there are more arrays: up and gate come to three pairs of slots by
+// turns, and their gradients take their place. The last slot has out. H is a multiple of 64: a slab lies inside, or it
+// is not stored. For up's columns outside, gate's come, and zeros for gate's.
+struct SwigluBackward {
+    static constexpr int PART = 8 * 64, TURNS = 4 * SLABS, BUFFER = 8 * PART, BARRIERS = 3;
+    const TensorMap &dfch, &out, &fch;
+    int H;
+    bf16* slots;
+    Barrier* full;
+
+    __device__ void place(bf16* mine, Barrier* barriers) {
+        slots = mine, full = barriers;
+        if (Epilogue::lane() > 0) return;
+        for (int i = 0; i < BARRIERS; i++) barrier_init(full[i], 1);
+        barriers_ready();
+    }
+    static __device__ int row_of(int turn) { return Epilogue::row_of(turn / 2 % 2) + turn % 2 * 8; }
+    __device__ bf16* pair(int turn) const { return slots + turn % 3 * 2 * PART; }
+    // When all stores have been read from the slots.
+    __device__ void load(int turn, int row0, int column0) const {
+        const int row = row0 + row_of(turn), column = column0 + turn / 4 * 64;
+        barrier_expect(full[turn % 3], 2 * 2 * PART);
+        copy_box<8>(pair(turn), fch, column, row, 0, full[turn % 3]);
+        copy_box<8>(pair(turn) + PART, fch, H + column, row, 0, full[turn % 3]);
+    }
+    __device__ void begin(int row0, int column0) const {
+        if (Epilogue::lane() > 0) return;
+        stores_read<0>();
+        load(0, row0, column0);
+        load(1, row0, column0);
+    }
+    __device__ void finish(const float (&sum)[2][24][4], int row0, int column0) const {
+        bf16* const out_slot = slots + 6 * PART;
+        Products products(sum);
+        #pragma unroll 1
+        for (int slab = 0; slab < SLABS; slab++, products.next()) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int turn = 4 * slab + i, row = row0 + row_of(i), column = column0 + 64 * slab;
+                bf16 *const up_slot = pair(turn), *const gate_slot = up_slot + PART;
+                unsigned up[8], gate[8];
+                barrier_wait(full[turn % 3], turn / 3 % 2);  // a tile has four phases of each
+                #pragma unroll
+                for (int n = 0; n < 8; n++) {
+                    up[n] = Epilogue::word(up_slot, n, 0);
+                    gate[n] = Epilogue::word(gate_slot, n, 0);
+                }
+                #pragma unroll
+                for (int n = 0; n < 8; n++) {
+                    const unsigned d = products.slab[0][i / 2][n][i % 2];
+                    float up0 = first_of(up[n]), up1 = second_of(up[n]);
+                    float gate0 = first_of(gate[n]), gate1 = second_of(gate[n]);
+                    const float out0 = differentiate_swiglu(first_of(d), up0, gate0);
+                    const float out1 = differentiate_swiglu(second_of(d), up1, gate1);
+                    Epilogue::word(up_slot, n, 0) = to_bf16(up0, up1);
+                    Epilogue::word(gate_slot, n, 0) = to_bf16(gate0, gate1);
+                    up[n] = to_bf16(out0, out1);
+                }
+                if (Epilogue::lane() == 0) {
+                    stores_read<0>();  // those of the turn before, while this one was computed
+                    if (turn + 2 < TURNS) load(turn + 2, row0, column0);
+                }
+                __syncwarp();
+                #pragma unroll
+                for (int n = 0; n < 8; n++) Epilogue::word(out_slot, n, 0) = up[n];
+                written_for_async();
+                __syncwarp();
+                if (Epilogue::lane() == 0 && column < H) {
+                    store_box<8>(dfch, up_slot, column, row);
+                    store_box<8>(dfch, gate_slot, H + column, row);
+                    store_box<8>(out, out_slot, column, row);
+                }
+            }
+        }
+    }
+};
+
+// With dswiglu (M, H) = dout (M, K) weight (K, H): dfch (M, 2H), the gradient of fch (M, 2H), and out (M, H) = SwiGLU of
+// fch once more.
+extern "C" __global__ void __launch_bounds__(384, 1)
+matmul_swiglu_backward_wgmma_kernel(SETS const __grid_constant__ TensorMap dfch,
+                                    SETS const __grid_constant__ TensorMap out,
+                                    const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap weight,
+                                    const __grid_constant__ TensorMap fch, int M, int H, int K) {
+    alternate<STAGES, 1, BY_ROWS>(SwigluBackward{dfch, out, fch, H}, dout, weight, M, H, K);
 }

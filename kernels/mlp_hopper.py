@@ -9,12 +9,13 @@ from kernels.reduce import add_partials, partials_of
 cu = device.source(__file__, needed=lambda: has_wgmma())
 
 ROWS, COLUMNS, DEPTH = 128, 192, 64  # of a block's tile of the product, and of K in a stage
-WARPS, SLOT = 8, (1, 16, 64)  # the warps that compute, and what each stores at a time
+WARPS = 8  # that compute; each stores 16 or 8 rows at a time
 # Stages of a block, columns of the result that a tile has, and numbers and mbarriers of a warp for its epilogue.
 KERNELS = {
     "matmul_gelu_forward": (4, COLUMNS, 4 * 16 * 64, 0),
     "matmul_gelu_backward": (4, COLUMNS, 4 * 16 * 64, 3),
     "matmul_swiglu_forward": (5, COLUMNS // 2, 16 * (96 + 8), 0),
+    "matmul_swiglu_backward": (4, COLUMNS, 8 * 8 * 64, 3),
 }
 
 
@@ -34,8 +35,8 @@ def takes(N: int, OC: int, C: int, weight, bias=None) -> bool:
 
 def matmul_gelu_forward_wgmma(out, fch, inp, weight, bias, N: int, C: int, OC: int) -> None:
     """out (N,OC) = gelu(fch + bias (OC)), in the tanh form. fch (N,OC) = inp (N,C) @ weight (OC,C)^T."""
-    arrays = stored(out, N, OC), stored(fch, N, OC), read(inp, N, C, ROWS), read(weight, OC, C, COLUMNS // 2), bias
-    launch("matmul_gelu_forward", arrays, N, OC, C)
+    results, halves = (boxes(out, N, OC, 16), boxes(fch, N, OC, 16)), boxes(weight, OC, C, COLUMNS // 2)
+    launch("matmul_gelu_forward", (*results, boxes(inp, N, C, ROWS), halves, bias), N, OC, C)
 
 
 def matmul_gelu_backward_wgmma(
@@ -46,8 +47,8 @@ def matmul_gelu_backward_wgmma(
     rows = rows_of_partials(N)
     partials = partials_of(rows * C)
     arrays = (
-        stored(dfch, N, C), stored(out, N, C), partials, read(dout, N, OC, ROWS), read(weight, OC, C, DEPTH),
-        stored(fch, N, C), bias,
+        boxes(dfch, N, C, 16), boxes(out, N, C, 16), partials, boxes(dout, N, OC, ROWS), boxes(weight, OC, C, DEPTH),
+        boxes(fch, N, C, 16), bias,
     )  # fmt: skip
     launch("matmul_gelu_backward", arrays, N, C, OC)
     add_partials([dbias], partials, rows, C)
@@ -56,7 +57,17 @@ def matmul_gelu_backward_wgmma(
 def matmul_swiglu_forward_wgmma(out, fch, inp, weight, N: int, C: int, H: int) -> None:
     """out (N,H) = silu(gate) * up. fch (N,2H) = inp (N,C) @ weight (2H,C)^T, in each row up, then gate."""
     up_and_gate = device.tensor_map(weight, (2, H, C), (1, COLUMNS // 2, DEPTH))
-    launch("matmul_swiglu_forward", (out, fch, read(inp, N, C, ROWS), up_and_gate), N, H, C)
+    launch("matmul_swiglu_forward", (out, fch, boxes(inp, N, C, ROWS), up_and_gate), N, H, C)
+
+
+def matmul_swiglu_backward_wgmma(dfch, out, dout, weight, fch, N: int, H: int, C: int) -> None:
+    """Sets dfch (N,2H) to the gradient of fch (N,2H), from dswiglu (N,H) = dout (N,C) @ weight (C,H), which is rounded,
+    but not stored. Sets out (N,H) to SwiGLU of fch once more. H is a multiple of 64."""
+    arrays = (
+        boxes(dfch, N, 2 * H, 8), boxes(out, N, H, 8), boxes(dout, N, C, ROWS), boxes(weight, C, H, DEPTH),
+        boxes(fch, N, 2 * H, 8),
+    )  # fmt: skip
+    launch("matmul_swiglu_backward", arrays, N, H, C)
 
 
 def rows_of_partials(N: int) -> int:
@@ -64,13 +75,8 @@ def rows_of_partials(N: int) -> int:
     return 4 * ceil_div(N, ROWS)
 
 
-def stored(array, N: int, C: int) -> device.TensorMap:
-    """An array (N,C), of which a warp stores or reads a slot at a time."""
-    return device.tensor_map(array, (1, N, C), SLOT)
-
-
-def read(array, N: int, C: int, rows: int) -> device.TensorMap:
-    """An operand (N,C), of which the producer copies 64 columns of `rows` rows at a time."""
+def boxes(array, N: int, C: int, rows: int) -> device.TensorMap:
+    """A map of an array (N,C) for copies of 64 columns of `rows` rows at a time, from it or to it."""
     return device.tensor_map(array, (1, N, C), (1, rows, 64))
 
 
@@ -87,7 +93,10 @@ for launcher, sizes, arrays, needs in (
     (matmul_gelu_backward_wgmma, "N=130 C=200 OC=72",
      "dfch out fch: N,C; dbias*: C; dout: N,OC; weight: OC,C; bias: C", "OC % 8 == 0"),
     (matmul_swiglu_forward_wgmma, "N=130 C=72 H=104", "out: N,H; fch: N,2*H; inp: N,C; weight: 2*H,C", "H % 8 == 0"),
+    (matmul_swiglu_backward_wgmma, "N=130 C=72 H=256", "dfch fch: N,2*H; out: N,H; dout: N,C; weight: C,H",
+     "H % 64 == 0"),
 ):  # fmt: skip
     describe(launcher, sizes, arrays, hard="N=389", needs=f"C % 8 == 0; {needs}", precision="bf16")
 FLOPS |= {name: lambda a: 2 * a.M * a.N * a.K for name in ("matmul_gelu_forward", "matmul_gelu_backward")}
-FLOPS["matmul_swiglu_forward"] = lambda a: 4 * a.M * a.H * a.K
+FLOPS |= {"matmul_swiglu_forward": lambda a: 4 * a.M * a.H * a.K,
+          "matmul_swiglu_backward": lambda a: 2 * a.M * a.H * a.K}

@@ -13,18 +13,21 @@ __device__ inline Vec forward(Vec up, const Vec& gate) {
     return up;
 }
 
+// Returns the output once more. From d, its gradient, up and gate become their gradients.
+__device__ inline float differentiate_swiglu(float d, float& up, float& gate) {
+    const float s = sigmoid(gate), silu = gate * s, out = silu * up;
+    gate = d * up * (s + silu * (1.0f - s));
+    up = d * silu;
+    return out;
+}
+
 // Vectors of the output, and of the gradients of up and gate.
 struct Gradients {
     Vec out, up, gate;
 };
 
 __device__ inline Gradients backward(const Vec& d, const Vec& up, const Vec& gate) {
-    Gradients found;
-    for (int k = 0; k < WIDTH; k++) {
-        const float g = gate.x[k], s = sigmoid(g), silu = g * s;
-        found.out.x[k] = silu * up.x[k];
-        found.gate.x[k] = d.x[k] * up.x[k] * (s + silu * (1.0f - s));
-        found.up.x[k] = d.x[k] * silu;
-    }
+    Gradients found = {{}, up, gate};
+    for (int k = 0; k < WIDTH; k++) found.out.x[k] = differentiate_swiglu(d.x[k], found.up.x[k], found.gate.x[k]);
     return found;
 }

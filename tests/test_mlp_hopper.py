@@ -5,9 +5,14 @@ from conftest import DEVICES, switch_device
 from kernels import mlp_hopper
 from kernels.gelu import gelu_backward, gelu_forward, matmul_gelu_backward, matmul_gelu_forward
 from kernels.matmul import matmul_backward_inp, matmul_forward
-from kernels.mlp_hopper import matmul_gelu_backward_wgmma, matmul_gelu_forward_wgmma, matmul_swiglu_forward_wgmma
-from kernels.swiglu import matmul_swiglu_forward, swiglu_forward
-from oracle import KERNEL_FP32, assert_close, leaf, normal
+from kernels.mlp_hopper import (
+    matmul_gelu_backward_wgmma,
+    matmul_gelu_forward_wgmma,
+    matmul_swiglu_backward_wgmma,
+    matmul_swiglu_forward_wgmma,
+)
+from kernels.swiglu import matmul_swiglu_backward, matmul_swiglu_forward, swiglu_backward, swiglu_forward
+from oracle import KERNEL_FP32, assert_close, exact, leaf, normal
 from support.kernels import gradient, launch, parameter, shapes, update, write
 
 import numpy as np
@@ -56,7 +61,7 @@ def test_gelus_backward_pass_behind_a_product_has_the_bits_of_the_two_kernels(N,
     C, OC = 8 * wide, 8 * narrow
     rng = np.random.default_rng([N, OC, C])
     dout, weight, bias, dbias = whole(rng, N, OC), parameter(whole(rng, OC, C)), normal(rng, C), normal(rng, C)
-    fch = leaf(2 * normal(rng, N, C)).detach().numpy().astype(np.float32)
+    fch = exact(2 * normal(rng, N, C))
     dfch, dbias1, again = launch(
         matmul_gelu_backward_wgmma, write(N, C), gradient(dbias), write(N, C), dout, weight, fch, parameter(bias),
         N, C, OC,
@@ -82,6 +87,17 @@ def test_swiglu_behind_a_product_has_the_bits_of_the_two_kernels(N, wide, narrow
     assert bits(fused) == bits([out, fch])
 
 
+@shapes((1, 1, 1), (129, 5, 33), (389, 10, 9), N=(1, 300), wide=(1, 8), narrow=(1, 20))
+def test_swiglus_backward_pass_behind_a_product_has_the_bits_of_the_two_kernels(N, wide, narrow):
+    H, C = 64 * wide, 8 * narrow
+    rng = np.random.default_rng([N, H, C])
+    dout, weight, fch = whole(rng, N, C), parameter(whole(rng, C, H)), exact(2 * normal(rng, N, 2 * H))
+    fused = launch(matmul_swiglu_backward_wgmma, write(N, 2 * H), write(N, H), dout, weight, fch, N, H, C)
+    (dswiglu,) = launch(matmul_backward_inp, write(N, H), dout, weight, 1, N, H, C)
+    two = launch(swiglu_backward, write(N, 2 * H), write(N, H), device.to_floats(dswiglu), fch, N, H)
+    assert bits(fused) == bits(two)
+
+
 def test_composites_take_these_kernels_where_there_are_rows_enough(monkeypatch):
     seen = []
     monkeypatch.setattr(mlp_hopper, "has_wgmma", lambda: True)
@@ -92,14 +108,17 @@ def test_composites_take_these_kernels_where_there_are_rows_enough(monkeypatch):
         seen.clear()
         a = {name: device.zeros(shape, device.floatX) for name, shape in {
             "inp": (N, C), "weight": (OC, C), "bias": (OC,), "out": (N, OC), "fch": (N, OC), "dout": (N, C),
-            "back": (C, OC),
+            "back": (C, OC), "up_gate": (N, 2 * OC), "dfch": (N, 2 * OC),
         }.items()}  # fmt: skip
         matmul_gelu_forward(a["out"], a["fch"], a["inp"], a["weight"], a["bias"], 1, N, C, OC)
         matmul_gelu_backward(
             a["fch"], None, a["out"], a["fch"], a["dout"], a["back"], a["fch"], a["bias"], 1, N, OC, C
         )
         matmul_swiglu_forward(a["out"].reshape(2, -1)[0], a["out"], a["inp"], a["weight"], 1, N, C, OC // 2)
-        assert seen == ["matmul_gelu_forward", "matmul_gelu_backward", "matmul_swiglu_forward"] * there
+        matmul_swiglu_backward(a["dfch"], a["out"], a["fch"], a["dout"], a["back"], a["up_gate"], 1, N, OC, C)
+        assert seen == there * [
+            "matmul_gelu_forward", "matmul_gelu_backward", "matmul_swiglu_forward", "matmul_swiglu_backward",
+        ]  # fmt: skip
         matmul_gelu_forward(a["out"], a["fch"], a["inp"], a["weight"], a["bias"], 1, N, C, OC, erf=True)
         matmul_gelu_forward(a["out"], a["fch"], a["inp"], a["weight"], None, 1, N, C, OC)
-        assert len(seen) == 3 * there
+        assert len(seen) == 4 * there
