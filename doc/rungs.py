@@ -569,9 +569,10 @@ TOPICS["matmul_bf16"] = Topic(
 )  # fmt: skip
 
 
-def hopper_rung(kernel: str, columns: int, stages: int, blocks: int = 0, buffer: int = 0) -> Rung:
-    """A block makes 128 x columns elements. In shared memory it holds `stages` pairs of tiles, mbarriers, and `buffer`
-    bytes. blocks: of a cluster, where blocks stay and take one tile after the other."""
+def hopper_rung(kernel: str, columns: int, stages: int, blocks: int = 0, buffer: int = 0, barriers: int = 0) -> Rung:
+    """A block makes 128 x columns elements. In shared memory it holds `stages` pairs of tiles with two mbarriers each,
+    `buffer` bytes, and so many other mbarriers. blocks: of a cluster, where blocks stay and take one tile after the
+    other."""
 
     def work(cu: device.Source, a: SimpleNamespace) -> None:
         arrays, block = (a.c, a.a, a.b), (256 if stages == 1 else 384,)
@@ -581,7 +582,7 @@ def hopper_rung(kernel: str, columns: int, stages: int, blocks: int = 0, buffer:
         if buffer:
             arrays = device.tensor_map(a.c, (1, a.M, a.N), (1, 16, 64)), *arrays[1:]
         grid = (device.multiprocessors // blocks * blocks,) if blocks else (ceil_div(a.N, columns), ceil_div(a.M, 128))
-        shared = stages * ((128 + columns) * 64 * 2 + 16) + buffer
+        shared = stages * ((128 + columns) * 64 * 2 + 16) + buffer + 8 * barriers
         cu.launch(kernel, grid, block, (*arrays, a.M, a.N, a.K), shared_mem=shared)
 
     return Rung(kernel, work, fours=True)
@@ -601,6 +602,7 @@ TOPICS["matmul_hopper"] = Topic(
         hopper_rung("persistent_kernel", 256, 4, blocks=1),
         hopper_rung("cluster_kernel", 256, 4, blocks=2),
         hopper_rung("store_kernel", 256, 4, blocks=2, buffer=8 * 2 * 16 * 64 * 2),
+        hopper_rung("pingpong_kernel", 192, 4, blocks=2, buffer=8 * 3 * 16 * 64 * 2, barriers=2),
         TOPICS["matmul_bf16"].rungs[-1],
     ],
 )  # fmt: skip
