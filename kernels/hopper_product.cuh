@@ -83,8 +83,8 @@ __device__ inline void copy_tiles(bf16* stage, const TensorMap& a, const TensorM
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const bool second = LAYOUT == TWO_BY_COLUMNS && i == 1;
-            copy_box<HALF>(stage + (ROWS + i * HALF) * DEPTH, b, k0, LAYOUT == BY_COLUMNS ? column0 + i * HALF : column0,
-                           second, full);
+            const int column = LAYOUT == BY_COLUMNS ? column0 + i * HALF : column0;
+            copy_box<HALF>(stage + (ROWS + i * HALF) * DEPTH, b, k0, column, second, full);
         }
     }
 }

@@ -1,7 +1,7 @@
-// Products of the MLP by Hopper's instructions, in bf16, with GELU, SwiGLU and their backward passes in their epilogues: while one
-// consumer computes what becomes of its tile, the other one multiplies (hopper_product.cuh: alternate). So arrays that
-// a kernel of its own would read again from memory, after the product, never leave the chip. Every number is computed
-// and rounded as by the product and gelu.cu or swiglu.cu.
+// Products of the MLP by Hopper's instructions, in bf16, with GELU, SwiGLU and their backward passes in their epilogues.
+// While one consumer computes what becomes of its tile, the other one multiplies (hopper_product.cuh: alternate). So
+// arrays that a kernel of its own would read again from memory, after the product, never leave the chip. Every number
+// is computed and rounded as by the product and gelu.cu or swiglu.cu.
 //
 // Tensor maps have rows of 16 bytes or multiples: the sizes but N are multiples of 8. Rows and columns of a tile that
 // lie outside come as zeros and are not stored.
@@ -202,8 +202,9 @@ struct GeluBackward : Epilogue {
 // With dgelu (M, N) = dout (M, K) weight (K, N): dfch (M, N) = dgelu gelu'(fch + bias), and out (M, N) = gelu(fch +
 // bias) once more. partials (4 ceil(M / 128), N): sums of dfch, before it is rounded.
 extern "C" __global__ void __launch_bounds__(384, 1)
-matmul_gelu_backward_wgmma_kernel(SETS const __grid_constant__ TensorMap dfch, SETS const __grid_constant__ TensorMap out,
-                                  SETS float* partials, const __grid_constant__ TensorMap dout,
+matmul_gelu_backward_wgmma_kernel(SETS const __grid_constant__ TensorMap dfch,
+                                  SETS const __grid_constant__ TensorMap out, SETS float* partials,
+                                  const __grid_constant__ TensorMap dout,
                                   const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap fch,
                                   const bf16* bias, int M, int N, int K) {
     alternate<STAGES, 1, BY_ROWS>(GeluBackward(dfch, out, partials, fch, bias, N), dout, weight, M, N, K);
@@ -236,7 +237,7 @@ struct SwigluForward {
             });
         }
     }
-    // Stores 16 rows of a matrix whose rows lie `stride` numbers apart. word(n, h): the lane's numbers of columns 8n on.
+    // Stores 16 rows of a matrix, rows of which lie `stride` numbers apart. word(n, h): the lane's two, of columns 8n on.
     template <class Word>
     __device__ void store(bf16* to, int stride, int row, int column0, Word word) const {
         const int lane = Epilogue::lane();
@@ -345,8 +346,8 @@ struct SwigluBackward {
     }
 };
 
-// With dswiglu (M, H) = dout (M, K) weight (K, H): dfch (M, 2H), the gradient of fch (M, 2H), and out (M, H) = SwiGLU of
-// fch once more.
+// With dswiglu (M, H) = dout (M, K) weight (K, H): dfch (M, 2H), the gradient of fch (M, 2H), and out (M, H), SwiGLU's
+// output for fch once more.
 extern "C" __global__ void __launch_bounds__(384, 1)
 matmul_swiglu_backward_wgmma_kernel(SETS const __grid_constant__ TensorMap dfch,
                                     SETS const __grid_constant__ TensorMap out,
