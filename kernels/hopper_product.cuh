@@ -82,9 +82,9 @@ __device__ inline void copy_tiles(bf16* stage, const TensorMap& a, const TensorM
         constexpr int HALF = COLUMNS / 2;
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const bool second = LAYOUT == TWO_BY_COLUMNS && i == 1;
-            const int column = LAYOUT == BY_COLUMNS ? column0 + i * HALF : column0;
-            copy_box<HALF>(stage + (ROWS + i * HALF) * DEPTH, b, k0, column, second, full);
+            const bool two = LAYOUT == TWO_BY_COLUMNS;
+            copy_box<HALF>(stage + (ROWS + i * HALF) * DEPTH, b, k0, two ? column0 : column0 + i * HALF, two ? i : 0,
+                           full);
         }
     }
 }

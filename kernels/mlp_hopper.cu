@@ -1,10 +1,10 @@
-// Products of the MLP by Hopper's instructions, in bf16, with GELU, SwiGLU and their backward passes in their epilogues.
-// While one consumer computes what becomes of its tile, the other one multiplies (hopper_product.cuh: alternate). So
-// arrays that a kernel of its own would read again from memory, after the product, never leave the chip. Every number
-// is computed and rounded as by the product and gelu.cu or swiglu.cu.
+// The MLP's products by Hopper's instructions, in bf16. GELU, SwiGLU and their backward passes are their epilogues:
+// while one consumer computes what becomes of its tile, the other one multiplies (hopper_product.cuh: alternate). A
+// kernel of its own would read the product again from memory. Every number is computed and rounded as by the product
+// and gelu.cu or swiglu.cu.
 //
-// Tensor maps have rows of 16 bytes or multiples: the sizes but N are multiples of 8. Rows and columns of a tile that
-// lie outside come as zeros and are not stored.
+// A tensor map's rows have a multiple of 16 bytes, so all sizes but M are multiples of 8. Rows and columns of a tile
+// that lie outside come as zeros and are not stored.
 #define ARCHITECTURE 90a
 #define WARP_SIZE 32
 #include "gelu.cuh"
@@ -204,8 +204,8 @@ struct GeluBackward : Epilogue {
 extern "C" __global__ void __launch_bounds__(384, 1)
 matmul_gelu_backward_wgmma_kernel(SETS const __grid_constant__ TensorMap dfch,
                                   SETS const __grid_constant__ TensorMap out, SETS float* partials,
-                                  const __grid_constant__ TensorMap dout,
-                                  const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap fch,
+                                  const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap weight,
+                                  const __grid_constant__ TensorMap fch,
                                   const bf16* bias, int M, int N, int K) {
     alternate<STAGES, 1, BY_ROWS>(GeluBackward(dfch, out, partials, fch, bias, N), dout, weight, M, N, K);
 }
@@ -237,7 +237,8 @@ struct SwigluForward {
             });
         }
     }
-    // Stores 16 rows of a matrix, rows of which lie `stride` numbers apart. word(n, h): the lane's two, of columns 8n on.
+    // Stores 16 rows of a matrix whose rows lie `stride` numbers apart. word(n, h): the lane's numbers of columns 8n to
+    // 8n + 7, in the upper or the lower half of these rows.
     template <class Word>
     __device__ void store(bf16* to, int stride, int row, int column0, Word word) const {
         const int lane = Epilogue::lane();
@@ -346,8 +347,8 @@ struct SwigluBackward {
     }
 };
 
-// With dswiglu (M, H) = dout (M, K) weight (K, H): dfch (M, 2H), the gradient of fch (M, 2H), and out (M, H), SwiGLU's
-// output for fch once more.
+// With dswiglu (M, H) = dout (M, K) weight (K, H): dfch (M, 2H), the gradient of fch (M, 2H), and out (M, H) = SwiGLU
+// of fch once more.
 extern "C" __global__ void __launch_bounds__(384, 1)
 matmul_swiglu_backward_wgmma_kernel(SETS const __grid_constant__ TensorMap dfch,
                                     SETS const __grid_constant__ TensorMap out,

@@ -10,7 +10,7 @@ cu = device.source(__file__, needed=lambda: has_wgmma())
 
 ROWS, COLUMNS, DEPTH = 128, 192, 64  # of a block's tile of the product, and of K in a stage
 WARPS = 8  # that compute; each stores 16 or 8 rows at a time
-# Stages of a block, columns of the result that a tile has, and numbers and mbarriers of a warp for its epilogue.
+# As in mlp_hopper.cu: stages, a tile's columns of the result, and what a warp's epilogue has: numbers and mbarriers.
 KERNELS = {
     "matmul_gelu_forward": (4, COLUMNS, 4 * 16 * 64, 0),
     "matmul_gelu_backward": (4, COLUMNS, 4 * 16 * 64, 3),
