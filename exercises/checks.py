@@ -397,7 +397,7 @@ def check_race(lab: Lab) -> str:
     lab.expect("out", out, x.astype(np.float64).sum(1), ROUNDING)
     steps = lab.watched[-1].steps
     barriers = np.count_nonzero((steps["warp"] == 0) & (steps["kind"] == BARRIER)) / R
-    return f"{barriers:g} barriers a row; 8 are enough." if barriers > 8 else ""
+    return f"{barriers:g} barriers per row; 8 are enough." if barriers > 8 else ""
 
 
 def check_shuffle(lab: Lab) -> None:

@@ -77,7 +77,7 @@ def table(watched: Watched) -> str:
     """A kernel's figures as text."""
     threads = int(np.prod(watched.block))
     warps = -(-threads // LANES)
-    out = [f"{watched.kernel}: grid {watched.grid}, block {watched.block}, {warps} warp{'s' * (warps > 1)} a block"]
+    out = [f"{watched.kernel}: grid {watched.grid}, block {watched.block}, {warps} warp{'s' * (warps > 1)} per block"]
     rows = [("line", "access", "array", "warps", "lanes", "bytes", "sectors", "used", "conflicts")]
     for line in lines_of(watched):
         array = watched.arrays[line.array]

@@ -1,5 +1,5 @@
 """How much of the activations of six layers lies in memory during a forward and a backward pass: if every layer keeps
-its own, and if it keeps its input only. A layer is that of page 16: an input of C numbers a row, and 8 C inside it."""
+its own, and if it keeps its input only. A layer is that of page 16: an input of C numbers per row, and 8 C inside it."""
 
 from doc.draw.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What training Llama 3.2 3B takes on a GPU in bf16, with four sequences of 1024 tokens a batch, without and with the
+"""What training Llama 3.2 3B takes on a GPU in bf16, with four sequences of 1024 tokens per batch, without and with the
 flags that save memory. `python train_llama3.py -e llama3.2-3b -b 4 --precision bf16 --dry-run` prints the sizes."""
 
 from doc.draw.figure import Figure
