@@ -190,7 +190,7 @@ TOPICS["layernorm_backward"] = Topic(
         Rung("layernorm_backward of kernels/layernorm.py",
              lambda cu, a: layernorm_backward(
                  a.dinp, (a.dweight, a.dbias), a.dout, a.inp, (a.weight, None), (a.mean, a.rstd), 1, a.N, a.C),
-             "A warp a row finds the two means, then a thread with four columns walks down the block's rows: two "
+             "A warp per row finds the two means, then a thread with four columns walks down the block's rows: two "
              "barriers for as many rows as there are warps."),
     ],
 )  # fmt: skip
@@ -455,7 +455,7 @@ TOPICS["flash_attention"] = Topic(
         attention_rung("two_stages_kernel", 128),
         Rung("flash_attention_forward of kernels/flash_attention.py",
              lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64),
-             "32 queries per warp, so that each operand that is loaded serves four products, by wide loads.", tf32=True),
+             "32 queries per warp, so each operand that is loaded serves four products, by wide loads.", tf32=True),
     ],
 )  # fmt: skip
 
@@ -619,7 +619,7 @@ TOPICS["flash_attention_bf16"] = Topic(
         attention_rung("two_stages_kernel", 128, tf32=False),
         Rung("flash_attention_forward without wgmma of kernels/flash_attention.cu",
              lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64, wgmma=False),
-             "32 queries per warp, so that each ldmatrix serves four products instead of two; sums are seldom rescaled."),
+             "32 queries per warp, so each ldmatrix serves four products instead of two; sums are seldom rescaled."),
         Rung("flash_attention_forward of kernels/flash_attention.py",
              lambda cu, a: flash_attention_forward(
                  a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64, wgmma=device.kind == "cpu" or None),

@@ -134,7 +134,8 @@ FAULTS = [
 
 # A solved exercise that is changed and right nevertheless, and the remark that it gets, if any.
 REMARKS = [
-    ("race", "if (i == 0) out[r]", "__syncthreads();\n        if (i == 0) out[r]", r"^9 barriers per row; 8 are enough"),
+    ("race", "if (i == 0) out[r]", "__syncthreads();\n        if (i == 0) out[r]",
+     "^9 barriers per row; 8 are enough"),
     ("one_byte", "-sizes, sizes)", "-sizes, sizes).astype(np.float32)", "^$"),
     ("segments", "    return dout\n", "    return dout.astype(np.float32)\n", "^$"),
     ("flash_attention", "    const Head head(out, lse, qkv, T, NH);\n",

@@ -33,7 +33,8 @@ def draw() -> str:
         figure.text(begin + STEP * turns + 10, rows[f"warpgroup {group}"] + 22, "…", 14)
         figure.text(begin + STEP * turns + 10, rows["tensor cores"] + down + 12, "…", 14)
     piece(X + 66, "warpgroup 0", LATER, "f", "skips 4")
-    figure.text(X, 22, "time: the tile on the diagonal first, 4 for warpgroup 1 and 3 for warpgroup 0", 13, colour="faint")
+    says = "time: the tile on the diagonal first, 4 for warpgroup 1 and 3 for warpgroup 0"
+    figure.text(X, 22, says, 13, colour="faint")
     figure.lines(12, 252, 22, (
         "qk: scores of a tile. pv: p times the values of the tile before, which begins right after the scores.",
         "A warpgroup waits for its scores alone. While it computes exponentials, the tensor cores work on its pv,",

@@ -1,5 +1,5 @@
 """How much of the activations of six layers lies in memory during a forward and a backward pass: if every layer keeps
-its own, and if it keeps its input only. A layer is that of page 16: an input of C numbers per row, and 8 C inside it."""
+its own, and if it keeps only its input. A layer is that of page 16: an input of C numbers per row, and 8 C in it."""
 
 from doc.draw.figure import Figure
 
@@ -43,7 +43,7 @@ def draw() -> str:
         figure.line(LEFT, y, x, y)
         figure.text(x + 8, y - 4, f"{sum(p for p, *_ in columns(recompute))} products", 14)
     y += 40
-    figure.text(8, 22, "Numbers in memory for each row of x; six layers; time, in products, to the right", 16, bold=True)
+    figure.text(8, 22, "Numbers in memory for each row of x; six layers; to the right, time in products", 16, bold=True)
     legend = (
         (f"forward: {FORWARD} products", "a"), (f"forward again: {AGAIN}", "b"), (f"backward: {BACKWARD}", "c"),
         ("inputs kept", "f"),

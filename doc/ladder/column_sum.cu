@@ -27,7 +27,7 @@ extern "C" __global__ void block_a_column_kernel(float* out, const float* inp, i
     if (threadIdx.x == 0) out[blockIdx.x] += sums[0];
 }
 
-// Chunks of rows with atomics: a thread a column again, but a grid row for each chunk of rows, which adds its sum to out
+// Chunks of rows with atomics: a thread per column again, but a grid row for each chunk of rows, which adds its sum to out
 // atomically. It is fast and not for us: the chunks are added in the order in which they happen to finish, and a sum of
 // floats depends on its order.
 extern "C" __global__ void atomics_kernel(float* out, const float* inp, int N, int C, int rows) {

@@ -26,7 +26,7 @@ extern "C" __global__ void float4_a_thread_kernel(float* out, const float* inp, 
 
 // Four loads before the first store: a thread has 64 bytes on their way instead of 16. Memory answers after hundreds of
 // cycles, and what has been asked for until then decides how fast bytes arrive. Here it gains nothing and costs a little:
-// with one load from each of its 2048 threads per multiprocessor had asked for enough.
+// with one load from each of its 2048 threads a multiprocessor had asked for enough.
 extern "C" __global__ void four_loads_kernel(float* out, const float* inp, size_t n) {
     const size_t first = 4 * (4 * (size_t)blockIdx.x * blockDim.x + threadIdx.x), step = 4 * blockDim.x;
     Vec x[4];
