@@ -42,12 +42,15 @@ def main() -> None:
     if not work.exists():
         begin(exercise, work)
         return
+    picture = work.with_suffix(".html")
+    picture.unlink(missing_ok=True)
     fault, remark = judge(exercise, work)
+    see = f"\n\nWhat your kernel does, access by access: open {shown(picture)} in a browser." * picture.exists()
     if fault:
-        print(f"{shown(work)} is not right yet.\n\n{fault}")
+        print(f"{shown(work)} is not right yet.\n\n{fault}{see}")
         sys.exit(1)
     remember(exercise, work, remark)
-    print(f"{shown(work)} is right.{f' {remark}' * bool(remark)}\n\n{after(exercise)}")
+    print(f"{shown(work)} is right.{f' {remark}' * bool(remark)}{see}\n\n{after(exercise)}")
 
 
 def begin(exercise: Exercise, work: Path) -> None:

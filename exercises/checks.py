@@ -1,6 +1,7 @@
 """What each exercise must do: check_<name>(lab) raises Wrong with what is wrong; a few return a remark.
 
-    python exercises/checks.py NUMBER FILE RESULT     # for check.py: writes [what is wrong, remark] to RESULT, as JSON
+    python exercises/checks.py NUMBER FILE RESULT     # for check.py: writes [what is wrong, remark] to RESULT, as JSON,
+                                                      # and what a kernel's last launch did to FILE's name with .html
 
 Results are compared with NumPy's. Kernels run on the CPU device with warps of 32 lanes. If the compiler is GCC, the
 microscope watches every access. What kernels write begins as UNWRITTEN and has more of it around, and what they read
@@ -34,7 +35,7 @@ import kernels.attention
 import kernels.gelu
 import kernels.layernorm
 import kernels.reduce
-from dev.microscope.report import lines_of, race_lines, thread_of
+from dev.microscope.report import lines_of, page_of, race_lines, thread_of, write_page
 from dev.microscope.watch import BARRIER, LANES, LOAD, MEETING, SECTOR, Watched, lanes_of, use_microscope, watch_kernel
 from device import Source, ceil_div, cpp, kernel_declarations
 from device.errors import UserError
@@ -75,12 +76,13 @@ class Wrong(Exception):
 def main() -> None:
     number, file, result = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    found = run_check(EXERCISES[int(number) - 1], Path(file))
+    found = run_check(EXERCISES[int(number) - 1], Path(file), Path(file).with_suffix(".html"))
     Path(result).write_text(json.dumps(found), "utf-8")
 
 
-def run_check(exercise: Exercise, path: Path) -> tuple[str, str]:
-    """What is wrong with the solution in a file, empty where nothing is; and a remark on one that is right."""
+def run_check(exercise: Exercise, path: Path, picture: Path | None = None) -> tuple[str, str]:
+    """What is wrong with the solution in a file, empty where nothing is; and a remark on one that is right. The
+    microscope's page of its last launch goes to `picture`, if there was one."""
     prepare(exercise)
     lab = Lab(path, exercise.watched())
     try:
@@ -88,6 +90,9 @@ def run_check(exercise: Exercise, path: Path) -> tuple[str, str]:
         return "", globals()[f"check_{exercise.name}"](lab) or ""
     except Wrong as wrong:
         return f"{lab.case}: {wrong}" if lab.case else str(wrong), ""
+    finally:
+        if picture and lab.watched:
+            write_page(picture, path.stem, [page_of(one) for one in lab.watched])
 
 
 def prepare(exercise: Exercise) -> None:

@@ -273,6 +273,23 @@ def test_an_exercise_is_begun_refused_solved_and_never_overwritten(learner):
     assert re.search(r"7  Sectors .* open\n", learner()[1]), "it was right, but is not what was right"
 
 
+@pytest.mark.parametrize("fault", [False, True])
+def test_the_microscope_shows_what_the_learners_kernel_does(learner, fault):
+    work = learner.work / BY_NAME["neighbours"].file
+    work.write_text(changed("neighbours", "tile[i - 1]", "x[at - 1]") if fault else whole(BY_NAME["neighbours"]))
+    status, text = learner("4")
+    assert status == fault and f"open {os.path.relpath(work.with_suffix('.html'))} in a browser" in text
+    assert '"neighbours_kernel"' in work.with_suffix(".html").read_text()
+
+
+def test_the_list_names_the_next_step_of_a_project_that_is_right_so_far(learner):
+    work = learner.work / BY_NAME["flash_attention"].file
+    work.write_text(changed("flash_attention", "with_registers<true>", "with_registers<false>"))
+    assert learner("24")[0] == 0 and re.search(r"24  Flash attention .* right, next: a swizzle\n", learner()[1])
+    work.write_text(whole(BY_NAME["flash_attention"]))
+    assert learner("24")[0] == 0 and re.search(r"24  Flash attention .* solved\n", learner()[1])
+
+
 @pytest.mark.parametrize(("name", "old", "new", "says"), [
     ("who_am_i", "threadIdx.x;\n}", "(__builtin_trap(), 0);\n}", r"SIG[A-Z]+ ended it\. Is an index far outside"),
     ("shuffle", "out[i] = sum;", "out[i] = *new float[3ll << 28];", "more memory than a check"),
