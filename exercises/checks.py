@@ -899,5 +899,21 @@ def check_one_byte(lab: Lab) -> None:
     lab.expect("product", lab.call("product", a.copy(), 0.25, b.copy(), 2.0**-5), want, ROUNDING * abs(want).max())
 
 
+def check_two_products(lab: Lab) -> None:
+    """All numbers are whole and small. So sums are exact, and the rounding of p to bf16 decides the result."""
+    B = 3
+    q, k, v = (np.random.default_rng(i).integers(-5, 6, (B, 16, 64)).astype(np.float32) for i in range(3))
+    ones, picks = np.zeros_like(q), np.zeros_like(v)
+    ones[:, np.arange(16), np.arange(16)] = picks[:, np.arange(16), np.arange(16) + 1] = 1
+    for lab.case, x, y, z in (
+        ("q and v pick: out has k, transposed, from channel 1 on", ones, k, picks), ("v picks: out has p, from channel 1 on", q, k, picks),
+        ("any q, k and v", q, k, v),
+    ):  # fmt: skip
+        out = output(B, 16, 64)
+        lab.launch("two_products_kernel", (B,), (32,), out, given(x), given(y), given(z))
+        lab.expect("out", out, to_bf16(x @ y.transpose(0, 2, 1)) @ z)
+    lab.expect_no_waste()
+
+
 if __name__ == "__main__":
     run_program(main)

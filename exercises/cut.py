@@ -314,4 +314,5 @@ const Head head(out, lse, qkv, T, NH);
     in_python(
         "one_byte", "numbers_of: exponent, mantissa =", "scale_of: largest =", "quantize: sizes =", "product: return"
     ),
+    Exercise("two_products", (Hole("two_products_kernel: float scores", "}", BODY),), microscope=True),
 )

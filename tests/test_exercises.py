@@ -120,6 +120,10 @@ FAULTS = [
     ("one_byte", "np.round(", "np.floor(0.5 + ", r"^scale 1: quantize.* of 0.0009765625: expected 0"),
     ("one_byte", "(numbers_of(a) @ numbers_of(b).T)", "(abs(numbers_of(a)) @ abs(numbers_of(b)).T)", r"^product\["),
     ("one_byte", "scale_a * scale_b * ", "scale_a * ", r"^product\[0, 0\]: expected"),
+    ("two_products", "load_matrices<true>", "load_matrices<false>", r"^q and v pick: .*out\[\d+, \d+, \d+\]: expected"),
+    ("two_products", "scores[e / 2][e % 2 * 2], scores[e / 2][e % 2 * 2 + 1]",
+     "scores[e % 2][e / 2 * 2], scores[e % 2][e / 2 * 2 + 1]", r"^q and v pick: .*out\[\d+, \d+, \d+\]: expected"),
+    ("two_products", "8 * (chunk ^ row % 8)", "8 * chunk", r"passes of an access to queries \(bank conflicts\): 8, "),
     # What does not run
     ("who_am_i", "threadIdx.x;\n}", "threadIdx.x\n}", r"line 10 does not compile: expected .*\n    10: who\[i\] ="),
     ("who_am_i", "(int* who)", "(int* who, int n)", "names and parameters must stay"),
