@@ -906,8 +906,8 @@ def check_two_products(lab: Lab) -> None:
     ones, picks = np.zeros_like(q), np.zeros_like(v)
     ones[:, np.arange(16), np.arange(16)] = picks[:, np.arange(16), np.arange(16) + 1] = 1
     for lab.case, x, y, z in (
-        ("q and v pick: out has k, transposed, from channel 1 on", ones, k, picks), ("v picks: out has p, from channel 1 on", q, k, picks),
-        ("any q, k and v", q, k, v),
+        ("q and v pick: out has k, transposed, from channel 1 on", ones, k, picks),
+        ("v picks: out has p, from channel 1 on", q, k, picks), ("any q, k and v", q, k, v),
     ):  # fmt: skip
         out = output(B, 16, 64)
         lab.launch("two_products_kernel", (B,), (32,), out, given(x), given(y), given(z))
