@@ -113,6 +113,10 @@ def watch_all(folder: str, these: str) -> None:
     assert ladder.counts("copy", rungs["copy", "run_a_thread_kernel"]) == {"sectors": 8}
     assert ladder.counts("transpose", rungs["transpose", "tile_kernel"])["worst"] == 32
     assert ladder.counts("transpose", rungs["transpose", "padded_tile_kernel"])["worst"] == 1
+    # And ldmatrix: the eight rows of a matrix in the same banks, and swizzled.
+    with ladder.precision_of(name := "flash_attention_bf16"):
+        for kernel, mean in ("ldmatrix_kernel", 6.6), ("swizzled_kernel", 1):
+            assert round(ladder.counts(name, rungs[name, kernel])["mean"], 2) == mean
 
     original, ladder.LADDER = ladder.LADDER, Path(folder) / "doc" / "ladder"
     shutil.copytree(original, ladder.LADDER, dirs_exist_ok=True)

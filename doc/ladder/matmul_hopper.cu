@@ -118,7 +118,7 @@ ring_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant_
     ring_product<128, 4>(c, a, b, M, N, K);
 }
 
-// 128 x 256 elements a block: an element of a serves twice as many products, so a quarter less comes from L2 for each.
+// 128 x 256 elements per block: an element of a serves twice as many products, so a quarter less comes from L2 for each.
 // The producer gives registers away, and a consumer's thread has 128 sums.
 extern "C" __global__ void __launch_bounds__(384, 1)
 wide_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int M, int N, int K) {
