@@ -417,6 +417,24 @@ def test_the_weekends_have_each_page_once_with_its_minutes():
     assert {name: n for name, n in minutes.items() if abs(n - len(read(DOC / name).split()) / 100) > 10} == {}
 
 
+def test_the_project_has_one_address():
+    """OWNER stands for its owner, whom nothing here knows: git grep 'OWNER.*/llm.cupy' finds each place."""
+    address = re.compile(
+        r"(https://(?:github\.com|codespaces\.new|colab\.research\.google\.com/github)/)([\w-]+)(/llm\.cupy)"
+        r"|(https://)([\w-]+)(\.github\.io/llm\.cupy/)"
+    )
+    files = [*TEXTS, ROOT / "CITATION.cff", ROOT / "notebooks/llm.cupy.ipynb", *(ROOT / ".github").rglob("*.yml")]
+    found = {path: list(address.finditer(read(path))) for path in files}
+    owners = {match[2] or match[5] for matches in found.values() for match in matches}
+    assert len(owners) == 1
+    named = {name_of(path): len(matches) for path, matches in found.items() if matches}
+    assert named == {
+        "README.md": 3, "doc/index.md": 2, "doc/set-up.md": 1, "CITATION.cff": 2, "notebooks/llm.cupy.ipynb": 1,
+        ".github/workflows/book.yml": 1,
+    }  # fmt: skip
+    assert f"/github/{owners.pop()}/llm.cupy/blob/main/notebooks/llm.cupy.ipynb)" in read(ROOT / "README.md")
+
+
 @pytest.mark.parametrize("path", BOOK, ids=name_of)
 def test_fenced_blocks_say_what_they_are(path):
     assert {block.language for block in blocks(path)} <= LANGUAGES
