@@ -50,7 +50,7 @@ class CudaDevice:
         # With this variable tests run what an older GPU would run, one of compute capability 7.5, say. Kernels become
         # PTX for it, which the driver compiles for this GPU. Only cuBLAS knows this GPU as it is.
         if older := os.environ.get("LLMC_COMPUTE_CAPABILITY"):
-            self.compute_capability, self.emulates = int(older), True
+            self.compute_capability, self.emulates = older_capability(older, self.compute_capability), True
             self.shared_memory = min(self.shared_memory, (64 if self.compute_capability < 80 else 99) << 10)
         self.kernels: dict[tuple[Path, str, np.dtype], Callable[..., None]] = {}  # which Source.launch has found
         self.modules: dict[tuple[Path, np.dtype], Any] = {}
@@ -330,3 +330,11 @@ class CudaEvent:
     def since(self, begin: CudaEvent) -> float:
         self.wait()
         return self.cupy.cuda.get_elapsed_time(begin.event, self.event)
+
+
+def older_capability(text: str, own: int) -> int:
+    """The compute capability that LLMC_COMPUTE_CAPABILITY names, 75 for 7.5. Raises UserError if it is no number, or
+    above the GPU's own."""
+    if not text.isdecimal() or not 50 <= int(text) <= own:
+        raise UserError(f"LLMC_COMPUTE_CAPABILITY={text} is no number from 50 to {own}, such as 75 for 7.5")
+    return int(text)

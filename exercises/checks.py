@@ -832,7 +832,7 @@ class Block:
         elif kind == "start":
             right = not stage.coming and stage.pair == pair
             role.under_way.append(stage.number)
-            role.started, role.pending = pair + 1, role.pending + 1  # pending: of which it does not know the end
+            role.started, role.pending = pair + 1, role.pending + 1  # pending: products that may still run
             if pair % self.steps:
                 role.least = min(role.least, role.pending)
         elif kind == "finish":

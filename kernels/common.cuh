@@ -101,6 +101,10 @@ __device__ inline unsigned to_bf16(float first, float second) {
 #endif
 }
 
+// The two bf16 numbers of such a word.
+__device__ inline float first_of(unsigned word) { return __uint_as_float(word << 16); }
+__device__ inline float second_of(unsigned word) { return __uint_as_float(word & 0xffff0000u); }
+
 __device__ inline void set(float& to, float x) { to = x; }
 __device__ inline void set(bf16& to, float x) { to.bits = (unsigned short)to_bf16(x, x); }
 

@@ -22,7 +22,3 @@ template <int HS>
 __device__ inline float to_exponent() {
     return LOG2E * rsqrtf((float)HS);
 }
-
-// The two bf16 numbers of a word.
-__device__ inline float first_of(unsigned word) { return __uint_as_float(word << 16); }
-__device__ inline float second_of(unsigned word) { return __uint_as_float(word & 0xffff0000u); }

@@ -58,7 +58,8 @@ __device__ inline void start_products(float (&sum)[HALVES][N][4], const bf16* st
 
 // ---- the producer's copies
 
-// How b lies: by rows; by columns; or it is two such matrices, of which a tile has as many columns each.
+// How b lies in memory: by rows, or by columns. Or b is two matrices by columns, one behind the other, and a tile has
+// half of its columns from each.
 enum Layout { BY_ROWS, BY_COLUMNS, TWO_BY_COLUMNS };
 
 // One thread asks for a stage, at number k0 of K: `full` then tells when all bytes are there. In a pair of blocks,
@@ -173,9 +174,9 @@ __device__ inline void produce(const Ring<COLUMNS, STAGES, BLOCKS, WARPS, LAYOUT
 // The two consumers take the block's tiles, 128 x 192 elements, by turns. One starts its products when the other has
 // started all of its own. So the tensor cores have one tile at a time, and do not pause between two.
 //
-// What becomes of a tile is up to `epilogue`, of which each warp of the consumers has a copy. It is told of a tile
-// before the products, begin(row0, column0), and is given its sums after them, finish(sum, row0, column0). In shared
-// memory a warp has BUFFER numbers and BARRIERS mbarriers: place(buffer, barriers), which may initialise them.
+// `epilogue` says what is done with a tile's sums. Each consumer warp has its own copy of it. Before the first tile
+// place(buffer, barriers) gives it the warp's shared memory, BUFFER numbers and BARRIERS mbarriers, which it may
+// initialise. For each tile begin(row0, column0) is called before the products, and finish(sum, row0, column0) after.
 template <int STAGES, int BLOCKS, Layout LAYOUT, class Epilogue>
 __device__ inline void alternate(Epilogue epilogue, const TensorMap& a, const TensorMap& b, int M, int N, int K) {
     constexpr int COLUMNS = 192;

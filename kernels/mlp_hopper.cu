@@ -13,9 +13,6 @@
 
 constexpr int STAGES = 4, SWIGLU_STAGES = 5, SLABS = 3;
 
-__device__ inline float first_of(unsigned word) { return __uint_as_float(word << 16); }
-__device__ inline float second_of(unsigned word) { return __uint_as_float(word & 0xffff0000u); }
-
 // A lane's part of a tile, rounded: half the registers of its sums. Two neighbours share a word.
 struct Products {
     unsigned slab[SLABS][2][8][2];  // slab, half of the tile's rows, n, h
@@ -35,8 +32,9 @@ struct Products {
     }
 };
 
-// What the epilogues share. A tile's slabs come in turn, each in two halves: turn 2s + h is the half h of slab s. In
-// each a warp has 16 rows, and a lane two of these and 16 columns. n: eight columns of the slab, of which it has two.
+// What the epilogues share. A tile's slabs come in turn, each in two halves of its rows: turn 2s + h is half h of slab
+// s. In a turn each warp has 16 rows. A lane has two of these rows, and in each of the slab's eight groups of eight
+// columns, n = 0 to 7, it has two columns.
 struct Epilogue {
     static constexpr int TURNS = 2 * SLABS;
     const bf16* bias;  // (N), at a multiple of 4 bytes
@@ -51,7 +49,7 @@ struct Epilogue {
     static __device__ unsigned& word(bf16* slot, int n, int h) {
         return *reinterpret_cast<unsigned*>(slot + ((lane() / 4 * 72 + lane() % 4 * 2) ^ 8 * n) + 512 * h);
     }
-    // The bias of the lane's two columns. Where these lie outside it is anybody's.
+    // The bias of the lane's two columns. If these lie outside, it is that of other columns, and nobody uses it.
     __device__ unsigned bias_of(int column0, int n) const {
         return *reinterpret_cast<const unsigned*>(bias + min(column0 + 8 * n, N - 8) + lane() % 4 * 2);
     }
@@ -271,8 +269,8 @@ matmul_swiglu_forward_wgmma_kernel(SETS bf16* out, SETS bf16* fch, const __grid_
 // ---- SwiGLU, backward
 
 // As GeluBackward, but by 8 rows at a time, because there are more arrays: up and gate come to three pairs of slots by
-// turns, and their gradients take their place. The last slot has out. H is a multiple of 64: a slab lies inside, or it
-// is not stored. For up's columns outside, gate's come, and zeros for gate's.
+// turns, and their gradients take their place. The last slot has out. H is a multiple of 64, so a slab lies inside, or
+// outside. In a slab outside the copies bring other numbers or zeros, and its results are not stored.
 struct SwigluBackward {
     static constexpr int PART = 8 * 64, TURNS = 4 * SLABS, BUFFER = 8 * PART, BARRIERS = 3;
     const TensorMap &dfch, &out, &fch;

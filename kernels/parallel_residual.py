@@ -1,5 +1,5 @@
-"""Norms of a residual stream to which one branch is added, or two in parallel, and the end of such a branch: the
-launchers of parallel_residual.cu."""
+"""The end of a branch, which is added to the residual stream, and the norms behind it. One branch is added, or two in
+parallel. These are the launchers of parallel_residual.cu."""
 
 from collections.abc import Sequence
 
@@ -54,12 +54,12 @@ def pair(given: Sequence, absent=None) -> list:
 def parallel_residual_backward(
     dinp, dnorms, douts, inp, norms, stats, B: int, T: int, C: int, *, branches
 ) -> None:  # fmt: skip
-    """dinp (B,T,C) += the gradient of the norms' input inp (B,T,C). douts (B,T,C) are the
-    gradients of the outs, one for each norm. dnorms has (dweight (C), dshift (C)) for each norm; both are added to.
+    """dinp (B,T,C) += the gradient of the norms' input inp (B,T,C). douts (B,T,C) are the gradients of the outs, one
+    for each norm. dnorms has (dweight (C), dshift (C)) for each norm; both are added to.
 
-    For each branch that forward added in front, branches has (dproj (B,T,C), dbias (C), dropout). dproj, the gradient
-    of the branch's last product, = the new dinp through the dropout. Without a dropout the new dinp itself is this
-    gradient, and dproj is not set. dbias += its column sums.
+    For each branch that forward added in front, branches has (dproj (B,T,C), dbias (C), dropout). This sets dproj, the
+    gradient of the branch's last product, to the new dinp through the dropout. Without a dropout the new dinp itself is
+    this gradient, and dproj is not set. dbias += the column sums of the gradient.
 
     norms is forward's; stats is what it set. These may be None: what was None in forward, and its gradient; and a
     dbias that is not wanted, but if the first dbias is None, the second must be, too. The arrays must not overlap.

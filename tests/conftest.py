@@ -14,6 +14,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:  # there is one for each core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell that starts `make test &` lets it ignore Ctrl-C. The programs that tests stop by Ctrl-C would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["LLMC_QUIET"] = "1"  # programs that compile say nothing of it, however slow this machine is
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs; nothing is fetched
 

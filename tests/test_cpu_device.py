@@ -12,6 +12,7 @@ import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import device
 from conftest import refusal
@@ -138,6 +139,15 @@ def copies():
 
 
 @pytest.mark.skipif(SANITIZED, reason="runs one worker in any case")
+def test_packed_arguments_are_as_long_as_the_structure_that_a_kernel_copies():
+    """C pads a structure with a pointer at its end, too."""
+    given = []
+    runtime = SimpleNamespace(llmc_launch=lambda address, packed: given.append(packed))
+    kernel = launch.Kernel("kernel", [launch.Parameter("x", "float*"), launch.Parameter("n", "int")], 0, runtime)
+    kernel(1, 1, (np.zeros(1, np.float32), 7))
+    assert len(given[0]) == 4 * 6 + 8 + 8 + 4 + 4
+
+
 def test_there_are_as_many_workers_as_cores_that_the_process_may_use():
     done = run_python(f"""{COPY}
 os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})

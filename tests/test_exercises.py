@@ -261,6 +261,7 @@ def test_an_exercise_is_begun_refused_solved_and_never_overwritten(learner):
     assert "Byte b lies in sector" not in text, "the hint is for who looks for it"
     assert learner("7") == (1, f"{os.path.relpath(work)} is not right yet.\n\nNothing is written yet in line 11.\n")
     assert learner()[1].count("untried") == len(EXERCISES)
+    assert f"make exercise lists all {len(EXERCISES)}" in (ROOT / "README.md").read_text()
 
     wrong = work.read_text().replace("raise NotImplementedError", "return len(set(addresses))")
     work.write_text(wrong)

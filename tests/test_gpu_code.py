@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import device
 from conftest import refusal
+from device.cuda import older_capability
 from device.errors import UserError
 from device.nvrtc import architecture_for, check_cupys_cache, cupys_cache
 
@@ -65,6 +66,13 @@ KNOWN = {
     (13, 0): (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121),
 }
 UPDATE = "pip install -U --upgrade-strategy eager 'cupy-cuda{}x[ctk]'"
+
+
+def test_an_older_gpu_to_run_as_is_a_compute_capability_that_this_one_knows():
+    assert older_capability("75", 90) == 75 and older_capability("90", 90) == 90
+    for text in ("7.5", "abc", "-75", "120", "7"):
+        said = refusal(older_capability, text, 90)
+        assert said == f"LLMC_COMPUTE_CAPABILITY={text} is no number from 50 to 90, such as 75 for 7.5"
 
 
 @pytest.mark.parametrize("version, capability, answer", [

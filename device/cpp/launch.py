@@ -116,7 +116,8 @@ class Kernel:
         self._launch = runtime.llmc_launch
         self._convert = [parameter.converter(name) for parameter in parameters]
         letters = "".join("P" if p.type.endswith("*") else SCALARS[p.type] for p in parameters)
-        self._pack = struct.Struct("@6iN" + letters).pack  # grid, block, shared_mem; aligned as C does
+        # grid, block, shared_mem. Aligned as C does, also at the end, because the kernel's stub copies the structure.
+        self._pack = struct.Struct(f"@6iN{letters}0q").pack
 
     def __call__(self, grid, block, args, shared_mem: int = 0) -> None:
         if len(args) != len(self._convert):

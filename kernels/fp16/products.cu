@@ -5,8 +5,9 @@
 // writes 2.
 #include "../common.cuh"
 
-// The scale of a matrix with this amax; NaN if that is infinite. At least 2^-63, so that the product of two scales is a
-// normal number. AdamW could not use a gradient for which this is too large: the squares of its numbers would be 0.
+// The scale of a matrix with this amax; NaN if that is infinite. It is at least 2^-63, so that the product of two scales
+// is a normal number. With it a matrix loses bits only if its amax is below 2^-77. If that is a gradient, its squares,
+// which AdamW takes, are 0 anyway.
 __device__ inline float fp16_scale_of(float amax) {
     const unsigned exponent = __float_as_uint(amax) >> 23;
     return __uint_as_float(exponent == 255 ? 0x7fffffffu : (max(exponent, 78u) - 14u) << 23);

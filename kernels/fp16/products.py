@@ -14,6 +14,7 @@ import numpy as np
 cu = device.source(__file__, needed=lambda: device.precision == "fp16")
 
 MAX_AMAXES = 8  # on a multiprocessor, one from each block
+FP32 = np.float32
 
 
 class Operand(NamedTuple):
@@ -60,7 +61,7 @@ def rounded(a, b, a_size: int, b_size: int, again: bool) -> tuple[Operand, Opera
 
 
 def scratch_of(which: str, n: int) -> Operand:
-    small = device.scratch(f"fp16 scale of {which}", (2 + amaxes(),), np.float32)
+    small = device.scratch(f"fp16 scale of {which}", (2 + amaxes(),), FP32)
     return Operand(device.scratch(f"fp16 {which}", (n,), np.float16), small[:2], small[2:])
 
 
@@ -90,5 +91,4 @@ def operand_out(size, a) -> dict:
     return {"out": Operand(*(device.empty((n,), t) for n, t in ((size.n, np.float16), (2, FP32), (amaxes(), FP32))))}
 
 
-FP32 = np.float32
 describe(round_to_fp16, "n=4096", "inp* a_scale*: n", operand_out, hard="n=40003", precision="fp32")

@@ -14,8 +14,8 @@ struct QuantizedNorm : Norm {
     }
 };
 
-// Pass 1. Sets q (N,C), mean and rstd. Blocks loop over rows: each leaves one amax, and few amaxes are cheap
-// to reduce. The kernel is not PROGRAMMATIC.
+// Pass 1. Sets q (N,C), mean and rstd. Blocks loop over rows: each leaves one amax, and few amaxes are cheap to reduce.
+// The kernel is not PROGRAMMATIC.
 __device__ inline void norm_forward_fp8(Quantizer quantizer, unsigned char* q, float* mean, float* rstd,
                                         const floatX* inp, const Norm& norm, float eps, int N, int C) {
     DYNAMIC_SHARED(float, rows);
