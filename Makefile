@@ -74,7 +74,8 @@ quotes: $(TRAIN_ENV) ## write anew what the book quotes of the code: after a quo
 	$(PY) doc/quotes.py --write
 
 # A sanitized library in a Python that is not: ASan must be loaded first. What Python leaks at exit is none of ours.
-KERNEL_TESTS = $(wildcard $(patsubst kernels/%.cu,tests/test_%.py,$(wildcard kernels/*.cu))) tests/test_fp8.py tests/test_fp16.py
+KERNEL_TESTS = $(wildcard $(patsubst kernels/%.cu,tests/test_%.py,$(wildcard kernels/*.cu))) \
+	tests/test_fp8.py tests/test_fp16.py
 sanitize: $(TEST_ENV) ## run the kernel tests with the kernels built for the CPU by g++ under ASan and UBSan
 	CXX=g++ LLMC_CPU_SANITIZE=1 LD_PRELOAD="$$(g++ -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		UBSAN_OPTIONS=print_stacktrace=1 $(PY) -m pytest $(ON_ALL_CORES) $(KERNEL_TESTS) $(ARGS)
