@@ -47,8 +47,8 @@ train: $(TRAIN_ENV) ## set up, fetch or make data, and train: GPT-2 124M on a GP
 
 setup: $(TEST_ENV) ## set up all that the book's pages and the tests need, and run nothing
 
-# One process a core, a file's tests in one after the other; ARGS="-n 0" for a single one, which a debugger needs. With a
-# GPU there is one, whose tests may need all of its memory.
+# One process per core, which runs a file's tests one after the other; ARGS="-n 0" for a single process, which a debugger
+# needs. With a GPU there is one, whose tests may need all of its memory.
 ON_ALL_CORES = $(if $(CUDA),,-n auto --dist loadfile)
 # Tests start more than a thousand Pythons, which would each compile our modules where no bytecode is kept.
 test test-all: export PYTHONDONTWRITEBYTECODE =

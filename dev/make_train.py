@@ -65,7 +65,7 @@ def first_run(config: type[Config], where: str, model: str | None) -> list[str]:
     elif has_pack:
         print("No NVIDIA GPU with a driver for CUDA 12 or later: training a small byte-level model on the CPU.")
         print(
-            "GPT-2 124M takes seconds a step here; to fetch and train it all the same: "
+            "GPT-2 124M takes seconds per step here; to fetch and train it all the same: "
             f"make train MODEL={config.DEFAULT_MODEL}", flush=True,
         )  # fmt: skip
     if where == "cpu":

@@ -28,7 +28,7 @@ def plot(logs: list[Path], out: Path) -> None:
     for log, run in zip(logs, runs, strict=True):
         if not run.keys() & {"trl", "tel"}:
             raise UserError(f"{log}: no losses in it yet; give the log file of a run (-o)")
-    labels = ["loss (nats a token)"] + ["bits a byte of text"] * any("bpb" in run for run in runs)
+    labels = ["loss (nats per token)"] + ["bits per byte of text"] * any("bpb" in run for run in runs)
     figure, axes = plt.subplots(
         len(labels), figsize=(8, 1 + 4 * len(labels)), sharex=True, squeeze=False, layout="constrained"
     )

@@ -59,8 +59,8 @@ class Row:
     calls: int = 0
     bytes: float = 0.0
     flops: float = 0.0
-    seconds: list[float] = field(default_factory=list)  # one a step
-    spans: list = field(default_factory=list)           # events around each call of the step at hand
+    seconds: list[float] = field(default_factory=list)  # one per step
+    spans: list = field(default_factory=list)           # events around each call of the current step
 
     def count(self, kernel: str, arguments: dict) -> None:
         """Adds what one call has to do."""
@@ -211,7 +211,7 @@ COLUMNS = "{:48} {:>5} {:>11} {:>10} {:>6}  {:>13} {:>14} {:>10}  {}"
 
 
 def print_lines(lines: list[Line], step_ms: float) -> None:
-    print(COLUMNS.format("", "calls", "us a call", "ms a step", "share", "each", "achieved", "of ceiling", ""))
+    print(COLUMNS.format("", "calls", "us per call", "ms per step", "share", "each", "achieved", "of ceiling", ""))
     for line in lines:
         of_ceiling = "-" if line.of_ceiling is None else f"{100 * line.of_ceiling:.0f}%"
         numbers = (line.calls, f"{line.microseconds:.1f}", f"{line.ms:.3f}", f"{100 * line.share:.1f}%")
@@ -236,7 +236,7 @@ def draw(lines: list[Line], title: str, out: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.12, y=0.01)
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_xlabel("milliseconds a training step")
+    axes.set_xlabel("milliseconds per training step")
     axes.set_title(title, fontsize=10)
     bar = figure.colorbar(matplotlib.cm.ScalarMappable(scale, colours), ax=axes, fraction=0.03)
     bar.set_label("of the measured ceiling (matrix product or copy)", fontsize=8)
@@ -253,7 +253,7 @@ def profile_step(workload: Workload, steps: int | None, out: Path) -> None:
     # A small model's step on a CPU takes milliseconds, and some take half as long again as others: a few tell nothing.
     lines = lines_of(rows_of_steps(ours, steps or min(100, max(3, int(5000 / step_ms)))), ceilings)
     how = f"{device.precision}, {ours.training.activations.attention} attention"
-    title = f"{workload.model}, B {workload.B}, T {workload.T}, {how} on {device.name}: {step_ms:.2f} ms a step"
+    title = f"{workload.model}, B {workload.B}, T {workload.T}, {how} on {device.name}: {step_ms:.2f} ms per step"
     print(f"\n{title}\n")
     print_lines(lines, step_ms)
     draw(lines, title, out)

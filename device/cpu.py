@@ -113,7 +113,7 @@ class CpuDevice:
         """Waits until all work given to the device is done."""
 
     def event(self) -> CpuEvent:
-        """A mark behind the work that the device has been given. `.wait()` waits until this work is done.
+        """A mark after the work that the device has been given. `.wait()` waits until this work is done.
         `.since(begin)` waits, too, and returns the milliseconds from an earlier event to this one, by the device's own
         clock: it does not matter when the host looks."""
         return CpuEvent()
@@ -226,11 +226,11 @@ class CpuDevice:
         return nullcontext()
 
     def mark(self, stream: Any) -> Any:
-        """A mark behind all work that a stream has been given."""
+        """A mark after all work that a stream has been given."""
         return None
 
     def wait(self, stream: Any, mark: Any) -> None:
-        """Makes a stream wait for the work in front of a mark."""
+        """Makes a stream wait for the work before a mark."""
 
     def capture(self, work: Callable[[], None]) -> CpuGraph:
         """A graph of what `work` gives to the device. `launch(stream)` does it. On CUDA, `work` runs now, and the
@@ -271,7 +271,7 @@ class CpuDevice:
         """Does operations on single words, one after another, without using a multiprocessor. ("write", word, value)
         sets a word; ("wait", word, value) waits until the word has this value. A word is an array (1,) of uint32 on
         this GPU; a word to be written may also be on another GPU. A GPU that sees the written word also sees all that
-        this device did before, because CUDA puts a memory fence in front of each write. Raises an error if CUDA has no
+        this device did before, because CUDA puts a memory fence before each write. Raises an error if CUDA has no
         such operations (CUDA driver API, cuStreamBatchMemOp)."""
         for what, word, value in operations:
             if what == "write":

@@ -104,8 +104,8 @@ class Cublas:
 
 
 class CapturedCalls:
-    """cuBLAS's products during a capture, when CuPy refuses to call them: the same functions by ctypes, with the same
-    arguments as CuPy's. CuPy has already loaded the library, so its name is enough to find it."""
+    """cuBLAS's products during a capture, when CuPy refuses to call them: the same functions through ctypes, with
+    the same arguments as CuPy's. CuPy has already loaded the library, so its name is enough to find it."""
 
     def __init__(self, cuda_version: int):
         library = ctypes.CDLL(f"libcublas.so.{cuda_version}")

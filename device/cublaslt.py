@@ -1,5 +1,5 @@
 """Matrix products by cublasLt: all of matrices in bf16, fp16 and e4m3; in fp32 those that add a bias or a matrix other
-than the result. CuPy has no calls for cublasLt, so we call it by ctypes.
+than the result. CuPy has no calls for cublasLt, so we call it through ctypes.
 
 cublasLt offers several algorithms for a product. It puts the one first that it expects to be the fastest, and is often
 wrong: on an H200 the fastest ones take 4% (4096 rows) and 6% (16384 rows) less for all products of GPT-2 124M. So we

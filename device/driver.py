@@ -1,4 +1,4 @@
-"""CUDA's driver API, called by ctypes: functions that CuPy lacks, and the structures that they take."""
+"""CUDA's driver API, called through ctypes: functions that CuPy lacks, and the structures that they take."""
 
 import ctypes
 import functools

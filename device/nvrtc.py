@@ -1,5 +1,5 @@
-"""NVRTC, called by CuPy's binding but with options of our own: CuPy adds an -arch of its own, and a file that is for a
-single architecture needs another one. The code is kept in the folder where CuPy keeps what it compiles."""
+"""NVRTC, called through CuPy's binding but with options of our own: CuPy adds an -arch of its own, and a file that is
+for a single architecture needs another one. The code is kept in the folder where CuPy keeps what it compiles."""
 
 from __future__ import annotations
 

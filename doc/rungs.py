@@ -421,7 +421,7 @@ TOPICS["softmax"] = Topic(
         Rung("softmax_forward_kernel of kernels/attention.cu",
              lambda cu, a: attention.launch_by_att_row(
                  "softmax_forward_kernel", a.H * a.T, (a.att, a.scale, a.H * a.T, a.T)),
-             "Four entries a lane by accesses of 16 bytes, and one rescaling for the four."),
+             "Four entries per lane by accesses of 16 bytes, and one rescaling for the four."),
     ],
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ cu = device.source(__file__)
 
 
 class Matrices(NamedTuple):
-    """What attention by matrices keeps of a layer for backward."""
+    """What attention with matrices keeps of a layer for backward."""
 
     qkvr: object  # q (B,NH,T,HS), then k and v (B,NKV,T,HS)
     att: object   # (B,NH,T,T)
@@ -56,7 +56,7 @@ def scratch_of_attention(kind: str, B: int, T: int, NH: int, NKV: int, HS: int) 
 
 
 def matrix_attention_forward(out, kept: Matrices, qkv, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
-    """attention_forward by matrices: sets kept, too."""
+    """attention_forward with matrices: sets kept, too."""
     qkvr, att, relu = kept
     heads = device.scratch("heads", (B, NH, T, HS), qkv.dtype)  # att @ v; unpermuted, it is out
     G, C = NH // NKV, NH * HS
@@ -72,7 +72,7 @@ def matrix_attention_forward(out, kept: Matrices, qkv, B: int, T: int, NH: int, 
 
 
 def matrix_attention_backward(dqkv, dout, kept: Matrices, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
-    """attention_backward by matrices."""
+    """attention_backward with matrices."""
     qkvr, att, relu = kept
     heads = device.scratch("heads", (B, NH, T, HS), dout.dtype)  # dout, permuted
     dqkvr = device.scratch("dqkvr", qkvr.shape, qkvr.dtype)

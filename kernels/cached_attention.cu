@@ -11,7 +11,7 @@
 // values, not yet normalised. A second kernel combines these results in the order of the splits.
 //
 // The splits divide the whole context, not only the positions written so far. For the position lies on the device, and
-// a recorded step launches the same blocks at every position. A block whose split lies behind the position only writes
+// a recorded step launches the same blocks at every position. A block whose split begins after the position only writes
 // that it has no keys.
 //
 // With one query the kernel's time is mostly that of loads which wait for one another. So the kernel prefetches: its
@@ -112,7 +112,7 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
             const bool is_first = tile == start;
             if (!is_first) v_rows.prefetch_all(tile, tile + count);
             k_rows.prefetch_all(tile + count, min(tile + count + TILE_KEYS, end));
-            // Scores: LANES lanes a key, AT_ONCE keys at once. After the last key they take the last one again.
+            // Scores: LANES lanes per key, AT_ONCE keys at once. After the last key they take the last one again.
             const int group = threadIdx.x / LANES, together = blockDim.x / LANES;
             for (int j0 = 0; j0 < count; j0 += AT_ONCE * together) {
                 const floatX* k[AT_ONCE];

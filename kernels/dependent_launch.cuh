@@ -1,4 +1,4 @@
-// A kernel whose launch takes a few microseconds starts, and loads, before the launch in front of it has ended.
+// A kernel whose launch takes a few microseconds starts, and loads, before the previous launch has ended.
 #pragma once
 #include "common.cuh"
 

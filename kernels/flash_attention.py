@@ -102,8 +102,8 @@ def has_shares(B: int, T: int, NH: int, NKV: int, HS: int, wgmma: bool) -> bool:
 
 
 def min_blocks() -> int:
-    """How many blocks of backward_key are enough to take whole groups of heads: two a multiprocessor, which runs one at
-    a time. Blocks of late keys are short, and fill the gaps that long ones leave. On an H100 this is 264."""
+    """How many blocks of backward_key are enough to take whole groups of heads: two per multiprocessor, which runs one
+    at a time. Blocks of late keys are short, and fill the gaps that long ones leave. On an H100 this is 264."""
     return 2 * device.multiprocessors
 
 

@@ -29,7 +29,7 @@ def matmul_gelu_forward(
 def matmul_gelu_backward(
     dfch, dbias, out, dgelu, dout, weight, fch, bias, B: int, T: int, C: int, OC: int, erf: bool = False
 ) -> None:  # fmt: skip
-    """The backward pass of GELU and of the product behind it, which has given (B,T,OC) from the gelu (B,T,C) of
+    """The backward pass of GELU and of the product after it, which has given (B,T,OC) from the gelu (B,T,C) of
     fch (B,T,C), a product without its bias (C). dgelu (B,T,C) = dout (B,T,OC) @ weight (OC,C), and the rest as
     gelu_backward: sets dfch (B,T,C) and out (B*T,C), and adds to dbias (C).
 

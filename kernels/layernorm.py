@@ -36,8 +36,8 @@ def layernorm_backward(dinp, dnorm, dout, inp, norm, stats, B: int, T: int, C: i
     # Each warp takes a row, and a thread then has four channels or more.
     warps = cu.block(warp * min(8, ceil_div(C, 128))) // warp
     warps = max(1, min(warps, (device.shared_memory - 1024) // row_bytes))  # static shared memory: 384 bytes
-    # Four blocks a multiprocessor, so that some compute while others wait for memory. With two an H200 took 6% longer,
-    # with eight as long.
+    # Four blocks per multiprocessor: some compute while others wait for memory. With two an H200 took 6% longer, with
+    # eight as long.
     chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors, MAX_PARTIALS)
     partials = partials_of(chunks * 3 * C, "norm partials")
     cu.launch(

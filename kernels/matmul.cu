@@ -1,5 +1,5 @@
 // Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T. Where out is the residual stream,
-// they also add residual (N, OC), the stream in front of the branch. cuBLAS computes the products, except that of a
+// they also add residual (N, OC), the stream before the branch. cuBLAS computes the products, except that of a
 // single row. This file has that one, and a transposition. Both are memory-bound.
 #include "matvec.cuh"
 #include "tile.cuh"

@@ -38,9 +38,9 @@ def matvec(out, inp, weight, bias, residual, C: int, OC: int) -> None:
 def matvec_block(cu: Source, C: int, OC: int, few: int) -> tuple[int, int]:
     """The block of a kernel with the body of matvec.cuh. A warp computes an output. If outputs are fewer than `few` and
     rows long, several warps do; if outputs are many, 8 lanes do. So all threads have enough to load."""
-    # An H200 takes 3.3 us for a weight (768, 3072) in fp32, 4.1 with one warp an output; cuBLAS takes 5.1. For (50304,
-    # 768) in bf16 it takes 21 us, 29 with one warp an output; cuBLAS takes 21.
-    warps = min(4, C // (4 * 32 * cu.width)) if OC < few else 1  # with four vectors a thread or more
+    # An H200 takes 3.3 us for a weight (768, 3072) in fp32, 4.1 with one warp per output; cuBLAS takes 5.1. For (50304,
+    # 768) in bf16 it takes 21 us, 29 with one warp per output; cuBLAS takes 21.
+    warps = min(4, C // (4 * 32 * cu.width)) if OC < few else 1  # with four vectors per thread or more
     if warps > 1:
         return cu.block(32 * warps), 1
     return (min(cu.warp_size, 8), 8) if OC >= MIN_OUTPUTS_FOR_8_LANES else (cu.warp_size, 4)

@@ -1,4 +1,4 @@
-// The output of a norm once more, for the weight gradient of the product behind it. norm.cuh has the forward pass.
+// The output of a norm once more, for the weight gradient of the product after it. norm.cuh has the forward pass.
 #include "norm.cuh"
 #include "tile.cuh"
 

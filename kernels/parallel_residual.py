@@ -1,4 +1,4 @@
-"""The end of a branch, which is added to the residual stream, and the norms behind it. One branch is added, or two in
+"""The end of a branch, which is added to the residual stream, and the norms after it. One branch is added, or two in
 parallel. These are the launchers of parallel_residual.cu."""
 
 from collections.abc import Sequence

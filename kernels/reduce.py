@@ -27,8 +27,8 @@ def add_partials(outs: list, partials, P: int, C: int, S: int | None = None) -> 
     There are one to six outs. One that is None is left out. If there are more than S outs, each of the rest gets the
     last sum.
     """
-    # Few columns a block, so that there are blocks enough: with 32 x 32 an H100 took 12 to 40% longer, with 8 x 128 up
-    # to 33%.
+    # Few columns per block, so that there are blocks enough: with 32 x 32 an H100 took 12 to 40% longer, with 8 x 128
+    # up to 33%.
     columns = min(8, cu.warp_size)
     padded = (*outs, *[None] * 5)[:6]
     cu.launch(

@@ -21,7 +21,7 @@ def matmul_swiglu_forward(out, fch, inp, weight, B: int, T: int, C: int, H: int)
 
 
 def matmul_swiglu_backward(dfch, out, dswiglu, dout, weight, fch, B: int, T: int, H: int, C: int) -> None:
-    """The backward pass of SwiGLU and of the product behind it, which has given (B,T,C) from the SwiGLU (B,T,H) of
+    """The backward pass of SwiGLU and of the product after it, which has given (B,T,C) from the SwiGLU (B,T,H) of
     fch (B,T,2H). dswiglu (B,T,H) = dout (B,T,C) @ weight (C,H), and the rest as swiglu_backward: sets dfch (B,T,2H)
     and out (B*T,H). dswiglu is memory for its numbers, and nobody may read it afterwards: it need not be written."""
     if H % 64 == 0 and takes(B * T, H, C, weight):

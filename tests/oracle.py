@@ -375,7 +375,7 @@ def train(
     config: Config, params: dict[str, torch.Tensor], batches, kind: str = "softmax",
     learning_rate: float = 3e-4, weight_decay: float = 0.0, decayed=None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:  # fmt: skip
-    """One AdamW step a batch of (tokens, targets): the loss before each, and the parameters after the last.
+    """One AdamW step per batch of (tokens, targets): the loss before each, and the parameters after the last.
 
     decayed: names of the tensors that weight decay applies to; None for all.
     """

@@ -131,7 +131,7 @@ def test_the_limit_of_gpt2_124m_counts_what_a_step_must_do(precision, size, monk
     assert ms["AdamW's bytes at copy speed"] == pytest.approx(1000 * 28 * 124475904 / 1e9)
     assert ms["causal attention at the ceiling"] == pytest.approx(1000 * 7 * 12 * 16 * 16 * 768 / 1e12)
     # qkv, the heads' outputs, two residuals, the MLP's hidden channels; in fp32 always, of each row mean and rstd
-    # twice, and lse a head. In front of the first layer there is a residual more, and behind the last a norm.
+    # twice, and lse per head. Before the first layer there is a residual more, and after the last a norm.
     kept_bytes = 12 * 16 * (size * (3 + 1 + 2 + 4) * 768 + 4 * (4 + 12)) + 16 * (size * 768 + 4 * 2)
     assert ms["kept activations across memory once"] == pytest.approx(1000 * 4 * kept_bytes / 1e9)
     assert ms["logits across memory once"] == pytest.approx(1000 * 2 * size * 16 * 50304 / 1e9)

@@ -217,7 +217,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_names_the_best(train, monk
 
 
 def test_a_validation_that_is_given_up_finds_no_best(train, rng, monkeypatch):
-    """Told to stop during HellaSwag, behind the loss. The run that goes on from there validates again."""
+    """Told to stop during HellaSwag, after the loss. The run that goes on from there validates again."""
 
     write_evaluation(Path("questions.bin"), random_examples(rng, 2))
     flags = ["-x", "2", "-b", "4", "--hellaswag", "questions.bin"]

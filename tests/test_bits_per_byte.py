@@ -54,7 +54,7 @@ def test_a_model_of_bytes_has_the_same_bits_per_byte_in_every_vocabulary(one_dev
         assert bits == pytest.approx(want, rel=1e-6)
         lengths.add(len(tokens))
         losses.add(round(loss, 3))
-    assert len(lengths) == len(losses) == 3  # which the loss a token does not
+    assert len(lengths) == len(losses) == 3  # which the loss per token does not
 
 
 def test_only_the_batches_that_are_evaluated_count_each_as_often_as_it_is(one_dev, tmp_path, rng):

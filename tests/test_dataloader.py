@@ -48,7 +48,7 @@ def shards(tmp_path):
 
 
 def test_the_public_shards_of_fineweb_are_read_as_they_are(tmp_path):
-    """llm.c's header (magic number, version, count, zeros), 16 bits a token, and the names of the 10 billion tokens."""
+    """llm.c's header (magic, version, count, zeros), 16 bits per token, and the names of the 10 billion tokens."""
     sizes = {"train_000001": 70000, "train_000103": 900, "val_000000": 500}
     tokens = {name: np.arange(size) % 50257 for name, size in sizes.items()}
     for name, its in tokens.items():

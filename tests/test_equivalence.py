@@ -111,7 +111,7 @@ def plain(way: dict) -> dict:
 
 
 def on_ranks(way: dict, steps: slice, total: int, **files) -> list[Found]:
-    """What each rank finds that trains for these of all steps, with `total` batches a step on all ranks."""
+    """What each rank finds that trains for these of all steps, with `total` batches per step on all ranks."""
     config = way["model"]
     batches = np.random.default_rng(total).integers(0, config.vocab_size, (STEPS, total, 2, B, T), dtype=np.int32)
     options = {name: way[name] for name in (*FLAGS, "attention", "precision", "grad_clip", "looks")} | files

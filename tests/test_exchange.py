@@ -193,7 +193,7 @@ def test_shards_are_all_of_the_parameters_in_pieces_of_whole_vectors(precision, 
 @pytest.mark.parametrize("precision, width", [("fp32", 4), ("bf16", 8)])
 @pytest.mark.parametrize("N", [2, 3, 8])
 def test_sharded_moments_take_a_rank_less_memory(N, precision, width, monkeypatch):
-    """8 / N bytes a parameter, in bf16 10 / N, to a vector of 16 bytes of parameters."""
+    """8 / N bytes per parameter, in bf16 10 / N, to a vector of 16 bytes of parameters."""
     device.use("cpu")
     device.use_precision(precision)
     monkeypatch.setattr(ranks, "size", lambda: N)

@@ -43,7 +43,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 CONFIG = GPT2Config(4, 11, 1, 1, 4)
-LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 2.0}  # by step; the run is resumed behind step 2
+LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 2.0}  # by step; the run is resumed after step 2
 FAILURES = {  # the error, and whether all later calls fail, too
     "killed": (0, False), "EIO": (errno.EIO, False), "ENOSPC": (errno.ENOSPC, False),
     "full disk": (errno.ENOSPC, True), "quota": (errno.EDQUOT, True), "mounted read-only": (errno.EROFS, True),

@@ -350,6 +350,6 @@ def test_a_run_without_in_fp8_on_cpu_says_so(tmp_path, trainer_here):
     assert losses[0] == losses[1] and "train loss" in losses[0]
     _, error = trainer_here(Llama3, folder, [*flags, "-t", "7", "--precision", "fp8"], code=1)
     assert error == (
-        "error: --precision fp8 needs a multiple of 16 positions a batch, and B*T = 14: change -b or -t, or "
+        "error: --precision fp8 needs a multiple of 16 positions per batch, and B*T = 14: change -b or -t, or "
         "use --precision bf16\n"
     )

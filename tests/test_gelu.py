@@ -1,4 +1,4 @@
-"""gelu.cu against PyTorch's gelu in both forms, with the bias in front of it."""
+"""gelu.cu against PyTorch's gelu in both forms, with the bias before it."""
 
 import device
 from kernels.gelu import gelu_backward, gelu_forward, matmul_gelu_forward

@@ -278,7 +278,7 @@ OTHERS = [config for config, attention in ONE_OF_EACH if attention == "softmax"]
 CONFIGS = [replace(ODD, num_layers=3), *OTHERS, replace(ODD, num_layers=1)]
 EVEN_CHANNELS = replace(ODD, num_layers=3, num_heads=2, channels=20)  # so that in bf16 tensors begin at words
 QUANTIZED = Llama3Config(32, 101, 2, 4, 2, 64, 80, tied=False)  # with weights of several shapes
-CASES = [  # precision, model, batches a step, recorded
+CASES = [  # precision, model, batches per step, recorded
     *(("fp32", config, 1, True) for config in CONFIGS), ("fp32", CONFIGS[0], 2, True), ("fp32", CONFIGS[0], 1, False),
     ("bf16", EVEN_CHANNELS, 1, True), ("fp8", QUANTIZED, 1, True), ("fp8", QUANTIZED, 2, True),
     ("fp8", GPT2Config(32, 101, 2, 2, 48), 1, True), ("fp8", PythiaConfig(32, 101, 2, 2, 32), 1, True),

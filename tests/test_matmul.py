@@ -56,8 +56,8 @@ def test_matmul_forward_multiplies_and_adds_the_bias_and_the_residual_stream(bia
 @pytest.mark.parametrize("on_a_stream", [True, False])
 @shapes(
     (768, 50), (11, 7),
-    (5000, 3),  # several warps an output
-    (19, MIN_OUTPUTS_FOR_8_LANES + 3),  # several outputs a warp
+    (5000, 3),  # several warps per output
+    (19, MIN_OUTPUTS_FOR_8_LANES + 3),  # several outputs per warp
     C=(1, 5000), OC=(1, 200),
 )  # fmt: skip
 def test_matvec_multiplies_a_single_row_and_adds_the_bias_and_the_residual_stream(biased, on_a_stream, C, OC):

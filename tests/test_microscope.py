@@ -48,7 +48,7 @@ def test_no_kernel_has_a_race_and_every_one_was_looked_at(runs, precision):
 
 
 def test_the_profile_counts_no_more_bytes_than_a_kernel_touches_and_by_its_rule_no_fewer(runs):
-    """Where it takes an array of two bytes a number for one of four it would count more, and where it does not know
+    """Where it takes an array of two bytes per number for one of four it would count more, and where it does not know
     that a kernel also reads what it writes, fewer."""
     assert len(runs["bytes"]) > 100
     assert [row for row in runs["bytes"] if row[1] > row[2]] == []

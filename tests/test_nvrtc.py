@@ -33,7 +33,7 @@ PRODUCTS_IN_TF32 = "flash_attention", (90, "fp32")  # nowhere else does fp32 hav
 
 LARGE = {"C": 5120}, {"V": 128_256, "Vp": 128_256}  # channels, Pythia 12B; tokens, Llama 3
 
-# Bytes a thread that a kernel may spill, or keep of a local array in memory, by compute capability. On 9.0 the first
+# Bytes per thread that a kernel may spill, or keep of a local array in memory, by compute capability. On 9.0 the first
 # kernel takes 3% less time with it (4 bytes, by NVRTC 13.2). The others have as many registers as was best on 9.0, and
 # NVRTC 13.5 needs more elsewhere.
 MAY_SPILL = {

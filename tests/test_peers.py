@@ -57,7 +57,7 @@ def test_a_step_of_gpt2_has_the_plan_that_the_book_shows(monkeypatch, rng):
 @pytest.mark.parametrize("bitwise", [False, True])
 @pytest.mark.parametrize("peers", [False, True])
 def test_the_memory_of_an_exchange_is_counted(peers, bitwise, monkeypatch):
-    """All but the barrier's words, four bytes a rank."""
+    """All but the barrier's words, four bytes per rank."""
     N, B = 3, 2
 
     def of_rank(rank: int) -> int:

@@ -28,7 +28,7 @@ def test_profile_counts_every_kernel_of_a_step(script, attention, capsys, monkey
     monkeypatch.setattr(profile_step, "measure_ceilings", lambda: profile_step.Ceilings(1e12, 1e9, "ceilings"))
     out = ["--steps", "1", "--out", str(tmp_path / "step.png")]
     profile_step.main([script, "-e", MODELS[script], *BATCH, "-a", attention, *out])
-    table = capsys.readouterr().out.partition("us a call")[2].splitlines()[1:]
+    table = capsys.readouterr().out.partition("us per call")[2].splitlines()[1:]
     rows = {line[:48].strip(): line[48:].split() for line in table}
     assert not [name for name, words in rows.items() if words[-2:] == ["not", "counted"]]
     calls = {"encoder_forward": 1, "fused_classifier": 1, "adamw": 1}

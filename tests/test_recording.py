@@ -155,9 +155,9 @@ def plan_of(config, attention: str, B: int, rate: float) -> recording.Plan:
 def test_every_weights_gradient_is_computed_beside_the_rest_of_backward(config, attention, rate, B):
     """With it what makes its input: a norm's output, recomputed, and from 1024 rows on attention's and the
     classifier's input, transposed. And the second stages of all sums but the last, with the first ones of a product's
-    bias. The streams wait for each other no more often than a person would let them: the side stream once a product or
-    sum, the main stream before a buffer that the side stream reads is written anew, up to four times a layer. Without
-    dropout it never waits for a sum alone, because norms and other launchers have partial sums of their own."""
+    bias. The streams wait for each other no more often than a person would let them: the side stream once per product
+    or sum, the main stream before a buffer that the side stream reads is written anew, up to four times per layer.
+    Without dropout it never waits for a sum alone, because norms and other launchers have partial sums of their own."""
     plan, L = plan_of(config, attention, B, rate), config.num_layers
     names = [launch.name for launch in plan.launches]
     sums = names.count("add_partials_kernel") - 1

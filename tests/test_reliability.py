@@ -643,7 +643,7 @@ def test_a_step_of_many_batches_is_dropped_by_a_stop_request(folder, run_here, m
         real(self, step, i)
         if (step, i) == (2, 6):
             os.kill(os.getpid(), signal.SIGTERM)
-        assert (step, i) < (2, 7), "went on after the batch at hand"
+        assert (step, i) < (2, 7), "went on after the current batch"
 
     with monkeypatch.context() as patch:
         patch.setattr(Batches, "fetch_losses", fetch)
@@ -671,7 +671,7 @@ def test_a_run_that_is_killed_anywhere_ends_as_if_it_had_not_been(folder, rng, r
             saved += line.startswith("saved ")
             if saved and rng.random() < 0.4:
                 break
-        time.sleep(rng.uniform(0, 0.02))  # the next step, or the next checkpoint, is at hand
+        time.sleep(rng.uniform(0, 0.02))  # the next step, or the next checkpoint, has begun
         process.kill()
         process.communicate()
     assert not (folder / "run" / f"step_{number:08d}").exists()
@@ -716,7 +716,7 @@ def test_twenty_thousand_steps_take_no_more_time_and_memory_than_the_first(folde
                 memory[len(times)] = memory_now()
     assert process.wait(timeout=60) == 0 and len(times) == 20000
     early, late = np.median(times[1000:5000]), np.median(times[-4000:])
-    print(f"{kind}: {early:.4f} and {late:.4f} ms a step, {memory} KiB")
+    print(f"{kind}: {early:.4f} and {late:.4f} ms per step, {memory} KiB")
     assert late < 1.1 * early
     assert all(after <= before + 2048 for before, after in zip(memory[4000], memory[19999], strict=True)), memory
 

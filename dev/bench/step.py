@@ -248,7 +248,7 @@ COLUMNS = "{:40} {:>10} {:>11} {:>11} {:>7} {:>11} {:>8} {:>12}"
 
 
 def rate_and_mfu(result: Result, workload: Workload) -> tuple[float, float | None]:
-    """Tokens a second, and the MFU in percent, or None if the GPU's peak is not known."""
+    """Tokens per second, and the MFU in percent, or None if the GPU's peak is not known."""
     flops = flops_per_token(workload.config, workload.T) * workload.step_tokens
     return 1000 * workload.step_tokens / result.ms, percent_of_peak(flops, result.ms)
 

@@ -14,7 +14,7 @@ forward pass of a token together with the choice of the likeliest one. `generate
 cache, which grows. It does not return between tokens, so its milliseconds are the mean over the tokens after the first.
 
 The limit is the time to read all that a step must read, at the speed of a copy: the weights of the layers (in fp8 one
-byte a number of the large ones) and of the classifier, and the keys and values so far.
+byte per number of the large ones) and of the classifier, and the keys and values so far.
 """
 
 import math

@@ -74,9 +74,9 @@ def make_parser(description: str, trains: bool = True) -> argparse.ArgumentParse
     add("script", nargs="?", type=lambda text: Path(text).stem, choices=tuple(SCRIPTS), default="train_gpt2_fp32",
         help="the model script (%(default)s)")  # fmt: skip
     add("-e", "--model", metavar="MODEL", help="a model that the script can start from random weights")
-    add("-b", "--batch-size", type=positive, default=4, metavar="B", help="sequences a batch (%(default)s)")
+    add("-b", "--batch-size", type=positive, default=4, metavar="B", help="sequences per batch (%(default)s)")
     add("-t", "--sequence-length", type=positive, metavar="T", help="tokens (1024; on the CPU 64)")
-    add("-d", "--total-batch-size", type=positive, metavar="D", help="tokens a step, as the scripts' -d (B T a rank)")
+    add("-d", "--total-batch-size", type=positive, metavar="D", help="tokens per step, as -d (B T per rank)")
     add("--vocab-size", type=positive, metavar="V", help="tokens in the vocabulary (the model's)")
     if trains:
         add("--logit-rows", type=natural, metavar="N", help="positions with logits at a time (all if they fit)")

@@ -15,8 +15,8 @@ The CPU device runs the launcher with warps of 32 lanes and kernels in which the
     sectors    of device memory: the pieces of 32 bytes that these accesses move, each once for one access of a warp
     used       bytes that the access needs / bytes that it moves
     conflicts  of shared memory: how many passes the access takes for each that it needs, at worst and on average. Each
-               of the 32 banks, 4 bytes wide, gives one word a pass; half a warp at a time is served where a lane wants
-               8 bytes, a quarter where it wants 16
+               of the 32 banks, 4 bytes wide, gives one word per pass; half a warp at a time is served where a lane
+               wants 8 bytes, a quarter where it wants 16
 
 and beside it, which barriers and shuffles the warps took. The totals compare what all accesses move with the sectors
 that they touch, each once, and with the bytes that dev/profile_step.py counts: a kernel that reads something twice

@@ -25,7 +25,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTOR, BANKS, LANES = 32, 32, 32
-MAX_ELEMENTS = 1 << 22  # elements of an array: every access is kept, some 400 bytes an element
+MAX_ELEMENTS = 1 << 22  # elements of an array: every access is kept, some 400 bytes per element
 MULTIPROCESSORS = 132  # of an H200: some launchers share out their work among them
 LOAD, STORE, ATOMIC, BARRIER, MEETING = range(5)
 KINDS = ("load", "store", "atomic", "barrier", "meeting")

@@ -4,7 +4,7 @@
 #define WARP_SIZE 32
 #include "../../kernels/common.cuh"
 
-// One kernel a line: a pass over memory for each line of the formula, as array libraries do it. m, v and the gradient
+// One kernel per line: a pass over memory for each line of the formula, as array libraries do it. m, v and the gradient
 // come twice: 40 n bytes.
 extern "C" __global__ void moment1_kernel(float* m, const float* grads, size_t n, float beta1, float complement1) {
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,7 +1,7 @@
 // Rounds a matrix to fp16, a sign, 5 bits of exponent and 10 of mantissa, for the operand of a product. fp16 ends at
 // 65504, and below 2^-14 it loses bits. So the matrix is about scale * out, with a power of two for the scale: it
 // changes exponents alone. With the scale the largest absolute value, amax, lies in [2^14, 2^15). Numbers down to 2^-28
-// of amax keep their 10 bits. Both kernels are memory-bound: the first reads 4 bytes a number, the second reads 4 and
+// of amax keep their 10 bits. Both kernels are memory-bound: the first reads 4 bytes per number, the second reads 4 and
 // writes 2.
 #include "../common.cuh"
 

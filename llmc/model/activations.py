@@ -1,7 +1,7 @@
 """The memory of a model's activations, and views into it that a pass takes: in training, and when writing text.
 
 The views decide what stays. In training each layer keeps its own activations for backward; or, with --recompute, only
-the residual in front of it, and all layers share the memory of one. When a model writes text, they share it, too, and
+the residual before it, and all layers share the memory of one. When a model writes text, they share it, too, and
 only keys and values stay.
 """
 
@@ -44,7 +44,7 @@ CACHE = (
     ("values",      ("layers", "B", "NKV", "context", "HS")),
 )  # fmt: skip
 
-# And behind a model's own rows, when it writes text.
+# These follow a model's own rows when it writes text.
 LAST_ROWS = (
     ("qkv",         ("B", "T", "QKV")),
     ("last",        ("B", "C")),                     # of each sequence, the row whose logits are needed

@@ -104,7 +104,7 @@ class Model:
     @staticmethod
     def group_parameters(tensors: SimpleNamespace, config: Config) -> None:
         """Adds to the views of parameters, or of their gradients, the groups that the pass takes: norm[l], of the norm
-        in front of layer l, and of the last one."""
+        before layer l, and of the last one."""
         raise NotImplementedError
 
     @staticmethod

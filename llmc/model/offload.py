@@ -48,7 +48,7 @@ class Offload:
     arrays            m, v and, in bf16, low of this rank's parameters (AdamW), in page-locked memory of the host
     first             the place of the first of these among all parameters
     buffers           on the device, each a row (numbers,) for each of the arrays
-    free              for each buffer, a mark behind the last store from it
+    free              for each buffer, a mark after the last store from it
     rates (3,)        on the device: a step's learning rate and its corrections of m and v (kernels/adamw.py)
     staged (2, 3)     the same on the host, for two steps in flight
     pending           the ranges of the parameters that still lack the last step's update

@@ -336,6 +336,6 @@ def num_parameters(config: Config) -> int:
 
 
 def flops_per_token(config: Config, T: int) -> float:
-    """Forward and backward FLOPs a token, as model FLOPs utilisation counts them: 6 for each parameter, and
+    """Forward and backward FLOPs per token, as model FLOPs utilisation counts them: 6 for each parameter, and
     12 L NH HS T for attention, although causal attention needs only half of these."""
     return 6.0 * num_parameters(config) + 12.0 * config.num_layers * config.num_heads * config.head_size * T

@@ -121,7 +121,7 @@ class Stranger:
 
 def accept(listener: socket.socket, key: bytes, size: int) -> Iterator[tuple[int, socket.socket, bytes] | None]:
     """Rank 0's side: each rank that connects, with its connection and its version of the code, until all have; and None
-    now and then, at least once a second. Then nobody else is connected, and nobody can connect."""
+    now and then, at least once per second. Then nobody else is connected, and nobody can connect."""
     waiting: dict[socket.socket, Stranger] = {}  # in the order in which they came
     missing = set(range(1, size))
     listener.setblocking(False)

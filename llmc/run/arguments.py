@@ -184,7 +184,7 @@ def make_parser(
   python {script} -i data/tiny_shakespeare -b 4 -t 1024
   python {script} -e {preset} -i data/python_docs {recipe}
 
-A step's line has the model FLOPs utilisation (MFU) of a GPU whose peak is known: 6 N + 12 L NH HS T operations a
+A step's line has the model FLOPs utilisation (MFU) of a GPU whose peak is known: 6 N + 12 L NH HS T operations per
 token (N parameters, L layers, NH heads of size HS), as a share of what its tensor cores can do in the precision that
 the line names: TF32, bf16, fp16 or fp8. No run in fp8 can reach its whole peak, which is twice the peak in bf16,
 because attention, the classifier and small products are in bf16 there.""",
@@ -218,9 +218,9 @@ because attention, the classifier and small products are in bf16 there.""",
     )
     group(
         "batches",
-        ("-b --batch-size", positive, 4, "B", "sequences a batch (%(default)s)"),
-        ("-t --sequence-length", positive, None, "T", "tokens a sequence (as many as the model takes, at most 1024)"),
-        ("-d --total-batch-size", positive, None, "TOKENS", "tokens an update, by accumulating gradients (GPUs*B*T)"),
+        ("-b --batch-size", positive, 4, "B", "sequences per batch (%(default)s)"),
+        ("-t --sequence-length", positive, None, "T", "tokens per sequence (as many as the model takes, at most 1024)"),
+        ("-d --total-batch-size", positive, None, "TOKENS", "tokens per update, by accumulating gradients (GPUs*B*T)"),
         ("--recompute", on_off, False, "0|1", "keep only each layer's input, and run the layer again in backward (0)"),
         ("--logit-rows", natural, None, "N", "positions with logits at a time (all; 1024 if those do not fit)"),
         ("--offload", on_off, False, "0|1", "keep AdamW's state in the host's memory (0)"),

@@ -190,8 +190,8 @@ def check_flags(flags: Namespace) -> None:
         )
     if flags.precision == "fp8" and rows % MULTIPLE:
         raise UserError(
-            f"--precision fp8 needs a multiple of {MULTIPLE} positions a batch, and B*T = {rows}: change -b or -t, or "
-            "use --precision bf16"
+            f"--precision fp8 needs a multiple of {MULTIPLE} positions per batch, and B*T = {rows}: change -b or -t, "
+            "or use --precision bf16"
         )
     if flags.attention == "flash" and "precision" in flags.given and flags.precision == "fp32":
         raise UserError("-a flash computes in TF32 or bf16: leave --precision fp32 out, or use -a softmax")

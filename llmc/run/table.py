@@ -65,7 +65,7 @@ def run_table(
         [
             ("batch size B", s.B),
             ("sequence length T", s.T),
-            ("batches a step", f"{s.batches * ranks.size()}: {counted(s.step_tokens, 'token')}"),
+            ("batches per step", f"{s.batches * ranks.size()}: {counted(s.step_tokens, 'token')}"),
             ("learning rate", f"{args.learning_rate:g}, {args.schedule}, {counted(args.warmup, 'warm-up step')}"),
             ("final fraction", args.final_fraction),
             ("weight decay", args.weight_decay),

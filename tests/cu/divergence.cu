@@ -11,7 +11,7 @@ extern "C" __global__ void return_in_loop_kernel(float* out, const float* x) {
     out[64 + lane] = 1.0f;
 }
 
-// Some lanes of a branch return: the others meet behind it.
+// Some lanes of a branch return: the others meet after it.
 extern "C" __global__ void return_in_branch_kernel(float* out, const float* x) {
     const int lane = threadIdx.x;
     if (lane < 16) {

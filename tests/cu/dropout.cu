@@ -1,7 +1,7 @@
 // What dropout draws, written down.
 #include "../../kernels/dropout.cuh"
 
-// One thread a row: out (N, 4) = philox of counter (N, 4) under key (N, 2).
+// One thread per row: out (N, 4) = philox of counter (N, 4) under key (N, 2).
 extern "C" __global__ void philox_kernel(int* out, const int* counter, const int* key, int N) {
     const int n = blockIdx.x * blockDim.x + threadIdx.x;
     if (n >= N) return;
@@ -11,7 +11,7 @@ extern "C" __global__ void philox_kernel(int* out, const int* counter, const int
     for (int k = 0; k < 4; k++) out[4 * n + k] = words.x[k];
 }
 
-// One block a row: out (N, C) = dropout of ones.
+// One block per row: out (N, C) = dropout of ones.
 extern "C" __global__ void dropout_ones_kernel(float* out, int C, const int* random, int site) {
     const Dropout drop(random, site);
     const int n = blockIdx.x;

@@ -19,9 +19,9 @@ NEW = f"\n__device__ int compiled_at_{time.time_ns()};\n"
 
 
 def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[str, list]:
-    """Bytes of [stack frame, spill stores, spill loads] a thread and of static shared memory a block, by kernel, as the
-    assembler reports them; and behind them the accesses to memory before the kernel waits for the launch in front of
-    it, None where it does not wait."""
+    """Bytes of [stack frame, spill stores, spill loads] per thread and of static shared memory per block, by kernel, as
+    the assembler reports them; then the accesses to memory before the kernel waits for the previous launch, None where
+    it does not wait."""
     program = nvrtc.createProgram(source + NEW, name, [], [])
     try:
         nvrtc.compileProgram(program, (*options, "--ptxas-options=-v"))

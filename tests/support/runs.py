@@ -38,8 +38,8 @@ def train(
     spoilt: int | None = None, looks: bool = False, checkpoint: Path | None = None, directory: Path | None = None,
     saves: int | None = None, **flags,
 ) -> Found:  # fmt: skip
-    """Trains on batches (steps, batches a step, 2, B, T), as a rank or the only one, with dropout if the model has it.
-    Returns the fp32 parameters, in bf16 those of the master copy, AdamW's m and v, and each step's loss.
+    """Trains on batches (steps, batches per step, 2, B, T), as a rank or the only one, with dropout if the model has
+    it. Returns the fp32 parameters, in bf16 those of the master copy, AdamW's m and v, and each step's loss.
 
     The losses of batch `spoilt` have a gradient that is not finite. looks: validates and samples before the third step.
     checkpoint: what to go on from. directory: where to save, before step `saves` or after the last."""
