@@ -122,8 +122,10 @@ def markdown_page(path: Path) -> tuple[str, set[Path]]:
         return f'{found[1]}{escape(link(path, unescape(found[2]), used) or found[2])}"'
 
     text = with_tables(path.read_text("utf-8"), kept_measurement(), kept_elsewhere())
+    text = re.sub(r"^```cuda$", "```cpp", text, flags=re.M)  # pandoc colours no CUDA
     body = pandoc(with_lines(path, text), MARKDOWN)
     body = re.sub(r'<a\s+href="([^"]*)"[^>]*>(.*?)</a>', anchor, body, flags=re.S)
+    body = re.sub(r'<img\s+src="https?:[^>]*?alt="([^"]*)"[^>]*>', r"\1", body)  # a badge: the book needs no network
     body = re.sub(r'(<img\s+[^>]*?src=")([^"]*)"', picture, body)
     body = re.sub(r'<img\s+[^>]*?src="([^"]*)"[^>]*>', r'<a class="picture" href="\1">\g<0></a>', body)
     body = re.sub(r"<table>(.*?)</table>", r'<div class="table"><table>\1</table></div>', body, flags=re.S)

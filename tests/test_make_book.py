@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.long  # what the pages say is tested in test_book.py; here is what becomes of them
 ROOT = Path(__file__).resolve().parents[1]
-PHONE = 390
+PHONE, DESK = 390, 1280
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,43 @@ def test_every_link_leads_to_a_place_in_the_book_and_no_formula_is_left_as_text(
             words = re.sub(r"<(pre|code|annotation)\b.*?</\1>", "", text, flags=re.S)
             left = re.search(r".*(\$\$|\\frac|\\sum|\\le|\\cdot|class=\"math).*", words)
             assert not left, f"{page.name}: {left[0]}"
+
+
+def test_every_picture_is_a_link_to_itself(book):
+    for page in book.rglob("*.html"):
+        text = page.read_text()
+        pictures = re.findall(r'<img\s[^>]*?src="([^"]*)"', text)
+        assert re.findall(r'<a class="picture" href="([^"]*)"><img\s[^>]*?src="\1"', text) == pictures, page.name
+
+
+def test_code_of_all_languages_is_coloured(book):
+    assert re.search(r'class="sourceCode cpp"[^>]*>(<[^>]*>)*extern', (book / "01-eight-kernels.html").read_text())
+
+
+def test_no_page_is_wider_than_a_desk_and_no_code_is_cut_there(book, chromium):
+    """Nor is a ladder's table wider than its page. On a phone it scrolls, but its times are in sight without that."""
+    context = chromium.new_context(viewport={"width": DESK, "height": 800}, offline=True)
+    page = context.new_page()
+    for path in sorted(book.rglob("*.html")):
+        page.goto(path.as_uri())
+        found = page.evaluate("""() => ({
+            width: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+            cut: [...document.querySelectorAll("pre")].filter(x => x.scrollWidth > x.clientWidth).map(x => x.innerText),
+            ladders: [...document.querySelectorAll(".table")].filter(
+                x => x.innerText.includes("the idea that it adds") && x.scrollWidth > x.clientWidth).length,
+        })""")
+        assert found == {"width": 0, "cut": [], "ladders": 0}, path.relative_to(book)
+    page.set_viewport_size({"width": PHONE, "height": 800})
+    ladders = 0
+    for path in sorted(book.glob("*.html")):
+        page.goto(path.as_uri())
+        ends = page.evaluate("""() => [...document.querySelectorAll("th")]
+            .filter(x => x.innerText == "µs" && x.closest(".table").innerText.includes("the idea that it adds"))
+            .map(x => x.getBoundingClientRect().right)""")
+        assert all(0 < end < PHONE for end in ends), (path.name, ends)
+        ladders += len(ends)
+    assert ladders > 10
+    context.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
