@@ -246,7 +246,7 @@ class Lab:
             source.path, device.scratch = path, scratch_of_device
 
     def failed(self, text: str, arguments: dict) -> Wrong:
-        """A launch that failed, with the line that it names, or the element that an address would be."""
+        """A launch that failed, with the lines that it names, or the element that an address would be."""
         text = re.sub(r" \(LLMC_CPU_\w+=1 .*\)$", "", text).replace("invalid memory access at address (nil)", NULL)
         if address := re.search(r"invalid memory access at address (0x[0-9a-f]+)", text):
             at, arrays = int(address[1], 16), {k: x for k, x in arguments.items() if isinstance(x, np.ndarray)}
@@ -254,8 +254,8 @@ class Lab:
             bytes_off = (at - device.address(arrays[name]) + 2**63) % 2**64 - 2**63  # an address wraps below 0
             text = text.replace(address[0], f"an index far outside: {name}[{bytes_off // arrays[name].itemsize}], if"
                                             f" {name} was meant, which has {arrays[name].size} elements")  # fmt: skip
-        line = re.search(rf" at {re.escape(self.path.name)}:(\d+)$", text)
-        return Wrong(f"{text}\n{self.quote(int(line[1]))}" if line else text)
+        lines = sorted(set(map(int, re.findall(rf"(?: at |\(){re.escape(self.path.name)}:(\d+)", text))))
+        return Wrong("\n".join([text, *map(self.quote, lines)]))
 
     def refuse_writes_around(self, arguments: dict) -> None:
         """For a compiler without the microscope, which sees reads, too."""
@@ -356,6 +356,26 @@ class Lab:
                 self.at_most(f"passes of an access to {array.name} (bank conflicts)", line.worst, 1, line.place.line)
             else:
                 self.at_most(f"sectors of {array.name} that move", line.sectors, line.bytes // SECTOR, line.place.line)
+
+    def expect_releases_after_reads(self, tile: int) -> None:
+        """Wrong if a warp arrives before all its lanes have read their `tile` bytes. On the CPU device the numbers are
+        right all the same: there no copy comes in between."""
+        one = self.watched[-1]
+        for block, warp in np.unique(self.steps_of("tiles")[["block", "warp"]]):
+            steps = one.steps[(one.steps["block"] == block) & (one.steps["warp"] == warp)]
+            loads = (steps["kind"] == LOAD) & np.isin(
+                steps["array"], [i for i, array in enumerate(one.arrays) if array.name == "tiles"]
+            )
+            read = np.cumsum(np.where(loads, lanes_of(steps).sum(1) * steps["size"], 0))
+            meetings = np.flatnonzero(steps["kind"] == MEETING)
+            if not read[-1]:
+                continue  # the producer's
+            for number in range(read[-1] // tile):
+                if number >= len(meetings) or read[meetings[number]] < (number + 1) * tile:
+                    place = steps["pc"][np.flatnonzero(loads & (read > number * tile))[0]]
+                    raise Wrong(f"the numbers are right, but warp {warp} of block {block} does not wait for its lanes"
+                                f" between its reads of tile {number} and its arrival at `empty`: the next copy could"
+                                f" overwrite what a lane still reads\n{self.quote_places(one, [place])}")  # fmt: skip
 
 
 def close(found: np.ndarray, want: np.ndarray, tolerance: float) -> np.ndarray:
@@ -913,6 +933,17 @@ def check_two_products(lab: Lab) -> None:
         lab.launch("two_products_kernel", (B,), (32,), out, given(x), given(y), given(z))
         lab.expect("out", out, to_bf16(x @ y.transpose(0, 2, 1)) @ z)
     lab.expect_no_waste()
+
+
+def check_tma_ring(lab: Lab) -> None:
+    """All numbers are whole and small, so sums are exact in every order."""
+    B = 3
+    for N in 16, 64, 40, 203:
+        x = np.random.default_rng(N).integers(-9, 10, (B, N, 64)).astype(np.float32)
+        lab.case, out, numbers = f"N = {N}", output(B, 64), device.to_bf16(x)
+        lab.launch("tma_ring_kernel", (B,), (96,), out, device.tensor_map(numbers, x.shape, (1, 16, 64)), N)
+        lab.expect("out", out, x.sum(1))
+        lab.expect_releases_after_reads(16 * 32 * 2)
 
 
 if __name__ == "__main__":

@@ -315,4 +315,12 @@ const Head head(out, lse, qkv, T, NH);
         "one_byte", "numbers_of: exponent, mantissa =", "scale_of: largest =", "quantize: sizes =", "product: return"
     ),
     Exercise("two_products", (Hole("two_products_kernel: float scores", "}", BODY),), microscope=True),
+    Exercise(
+        "tma_ring",
+        (
+            Hole("place: return", "}", "return 64 * row + column;  // Write here."),
+            Hole("tma_ring_kernel: const int all", "}", BODY),
+        ),
+        microscope=True,
+    ),
 )

@@ -198,7 +198,9 @@ __device__ inline void wgmma_wait() {
 #ifdef LLMC_CPU
 using Barrier = llmc::MBarrier;
 struct TensorMap { const bf16* array; long long sequences, rows, columns, rest[12]; };  // as cpu.py packs it
+#define OF_CALLER , LLMC_HERE  // its file and line, which the report of a deadlock names
 #else
+#define OF_CALLER
 using Barrier = unsigned long long;
 struct __align__(64) TensorMap { char bytes[128]; };  // a CUtensorMap
 
@@ -245,9 +247,9 @@ __device__ inline void barrier_expect(Barrier& barrier, int bytes) {
 #endif
 }
 
-__device__ inline void barrier_wait(Barrier& barrier, int parity) {
+__device__ inline void barrier_wait(Barrier& barrier, int parity OF_CALLER) {
 #ifdef LLMC_CPU
-    cpu_mbarrier_wait(barrier, parity);
+    cpu_mbarrier_wait(barrier, parity, file, line);
 #else
     asm volatile("{.reg .pred ended; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1; "
         "@!ended bra AGAIN;}" :: "r"(address_of(barrier)), "r"(parity) : "memory");
