@@ -1,4 +1,4 @@
-// Exercise 29: a ring of stages that the TMA fills.
+// Exercise 30: a ring of stages that the TMA fills.
 //
 //   out (B, 64) = the sum over the N rows of each sequence of x (B, N, 64), which is in bf16
 // A block takes a sequence. It has three warps. One thread of the last warp is the producer: it asks the TMA for tiles
