@@ -31,21 +31,21 @@ class Unfit(UserError):
 
 def conversation_of(record: Any, answered: bool = True) -> tuple[Conversation, bool]:
     """The conversation in a record, and whether thoughts were left out of its answers. Which of FORMS it has, its keys
-    say. answered: it must end with an answer; else with a question, and an answer at the end is left out. Raises Unfit
-    for what is not such a conversation."""
-    forms = [form for form in FORMS if isinstance(record, dict) and all(record.get(key) is not None for key in form)]
+    say. answered: it must end with an answer; else with a question, and an answer at the end is left out, or missing.
+    Raises Unfit for what is not such a conversation."""
+    there = {key for key, value in record.items() if value is not None} if isinstance(record, dict) else set()
+    forms = [form for form in FORMS if there.issuperset(form if answered else form[:1])]
     if len(forms) != 1:
         keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
         raise Unfit(f"it has {keys[:200]}, and must have one of {', '.join(' and '.join(form) for form in FORMS)}")
     if record.get("tools"):
         raise Unfit("tools are not supported")
-    parts = [record[key] for key in forms[0]]
-    if forms[0] == ("instruction", "output") and record.get("input"):
+    parts = [record[key] for key in forms[0] if key in there]
+    if forms[0][0] == "instruction" and record.get("input"):
         parts[0] = f"{content_of(parts[0])}\n\n{content_of(record['input'])}"
-    if len(parts) == 2:  # of each a text, or messages
-        roles = ("user", "assistant")
+    if len(forms[0]) == 2:  # of each a text, or messages
         parts = [each if is_messages(each) else [{"role": role, "content": each}]
-                 for role, each in zip(roles, parts, strict=True)]  # fmt: skip
+                 for role, each in zip(ROLES[1:], parts, strict=False)]  # fmt: skip
     turns = sum(parts, []) if all(isinstance(part, list) for part in parts) else None
     if not turns:
         raise Unfit("no list of messages")
