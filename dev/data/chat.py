@@ -8,8 +8,8 @@ A record has "messages" with role and content, "conversations" with from and val
 that came with the model makes a text of it, and the model's tokenizer the tokens, as transformers does.
 
 Writes data/chats_{train,val}_<number>.bin, and the tokenizer and the template beside them. Of equal conversations one
-stays. A hash of each decides whether it is for validation. A record that is no such conversation is left out, and a
-line names the first ones.
+stays. A hash of each decides whether it is for validation, whatever --learn says. A record that is no such conversation
+is left out, and a line names the first ones.
 """
 
 import argparse
@@ -179,7 +179,7 @@ def main() -> None:
     with telling(lambda: f"{len(found):,} conversations"):
         each = (tokens for place, record in records(files) if (tokens := encoder(place, record)) is not None)
         for tokens in islice(each, args.show):
-            key = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+            key = hashlib.blake2b((tokens & UNMARKED).tobytes(), digest_size=16).digest()  # whatever is learned
             duplicates += key in found
             found.setdefault(key, tokens)
     for note in encoder.notes:
