@@ -19,7 +19,7 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -44,7 +44,6 @@ from llmc.run.arguments import Parser, a_path, positive
 import numpy as np
 
 KINDS = ("lines", "list", "parquet", "arrow")
-THOUGHTS = "thoughts left out"
 
 
 def make_parser() -> Parser:
@@ -117,7 +116,7 @@ class Encoder:
         if len(ids) > self.longest:
             self.note(f"cut after {self.longest} tokens", place)
         if thought:
-            self.note(THOUGHTS, place)
+            self.note("thoughts left out", place)
         return tokens
 
 
@@ -131,22 +130,18 @@ def shown(tokens: np.ndarray, tokenizer: Tokenizer, colour: bool) -> str:
     return text
 
 
-def padded(tokens: Iterable[np.ndarray], row: int, eot: int) -> Iterator[np.ndarray]:
-    """Each conversation with unlearned tokens behind it, up to `row` of them."""
-    return (np.pad(each, (0, row - len(each)), constant_values=np.int32(eot) | MARK) for each in tokens)
-
-
 def write_split(
     prefix: Path, split: str, conversations: list[np.ndarray], args: argparse.Namespace, tokenizer: Tokenizer
 ) -> None:
-    T, row, size = args.sequence_length, 0, args.shard_tokens
+    row, size, nothing = 0, args.shard_tokens, np.int32(tokenizer.eot) | MARK
     if args.pack == "one":
-        row, size = T, max(1, size // T) * T
-        conversations = padded(conversations, T, tokenizer.eot)
+        row = args.sequence_length
+        size = max(1, size // row) * row
+        conversations = (np.pad(each, (0, row - len(each)), constant_values=nothing) for each in conversations)
     for number, tokens in enumerate(in_shards(conversations, size, np.dtype(np.int32))):
-        last = [np.int32(tokenizer.eot) | MARK] * (row > 0)  # a target for the last row's last token
+        last = np.full(int(row > 0), nothing, np.int32)  # a target for the last row's last token
         path = prefix.with_name(f"{prefix.name}_{split}_{number:06d}.bin")
-        write_tokens(path, np.append(tokens, np.array(last, np.int32)), tokenizer.vocab_size, row)
+        write_tokens(path, np.append(tokens, last), tokenizer.vocab_size, row)
 
 
 def write_what_ends(prefix: Path, path: Path, tokenizer: Tokenizer, tokens: np.ndarray) -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import uuid
 from datetime import datetime
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ Conversation = list[dict[str, str]]  # messages: role, content
 FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))  # a record's keys
 NAMES = {"human": "user", "gpt": "assistant"}  # ShareGPT's, and what they are here
 ROLES = ("system", "user", "assistant")
-THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 MARK = uuid.uuid4().hex  # no text has it
 
 
@@ -44,26 +44,21 @@ def conversation_of(record: Any, answered: bool = True) -> tuple[Conversation, b
     if forms[0][0] == "instruction" and record.get("input"):
         parts[0] = f"{content_of(parts[0])}\n\n{content_of(record['input'])}"
     if len(forms[0]) == 2:  # of each a text, or messages
-        parts = [each if is_messages(each) else [{"role": role, "content": each}]
+        parts = [each if isinstance(each, list) and "role" in str(each[:1]) else [{"role": role, "content": each}]
                  for role, each in zip(ROLES[1:], parts, strict=False)]  # fmt: skip
-    turns = sum(parts, []) if all(isinstance(part, list) for part in parts) else None
-    if not turns:
+    if not all(isinstance(part, list) and part for part in parts):
         raise Unfit("no list of messages")
     found, thought = [], False
-    for number, turn in enumerate(turns, 1):
+    for number, turn in enumerate(sum(parts, []), 1):
         role, content = message_of(turn, number)
         if role == "assistant":
-            thought |= bool(THOUGHT.match(content)) or bool(turn.get("reasoning_content"))
-            content = THOUGHT.sub("", content, count=1) if THOUGHT.match(content) else content
+            whole, content = content, re.sub(r"^\s*<think>.*?</think>\s*", "", content, flags=re.DOTALL)
+            thought |= whole != content or bool(turn.get("reasoning_content"))
         found.append({"role": role, "content": content})
     if not answered and found[-1]["role"] == "assistant":
         del found[-1]
     check_order(found, answered)
     return found, thought
-
-
-def is_messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and "role" in turn for turn in value)
 
 
 def message_of(turn: Any, number: int) -> tuple[str, str]:
@@ -157,7 +152,7 @@ class ChatTemplate:
         self.marks = bool(re.search(r"\{%-?\s*generation\b", self.source))
         extensions = [Generation, jinja2.ext.loopcontrols]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        environment.filters["tojson"] = to_json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
         environment.globals |= {"raise_exception": refuse, "namespace": Names}
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
@@ -189,8 +184,7 @@ class ChatTemplate:
             ends = list(accumulate(map(len, parts)))
             return "".join(parts), [(ends[n - 1], ends[n]) for n in range(1, len(parts), 2) if parts[n]]
         whole = self.render(messages)
-        marked = [message | {"content": between_marks(message)} for message in messages]
-        parts = self._render(marked).split(MARK)
+        parts = self._render(list(map(between_marks, messages))).split(MARK)
         answered = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if "".join(parts) != whole or len(parts) != 2 * len(answered) + 1:
             raise Unfit("the template does not put each answer into the text once, as it is")
@@ -207,18 +201,10 @@ class ChatTemplate:
         return whole, found
 
 
-def between_marks(message: dict[str, str]) -> str:
-    """The content of a message; of an answer with MARK around it, inside its white space, which a template may cut."""
-    content = message["content"]
-    if message["role"] != "assistant":
-        return content
-    inner = content.strip()
-    return content.replace(inner, MARK + inner + MARK, 1)
-
-
-def to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def between_marks(message: dict[str, str]) -> dict[str, str]:
+    """A message; an answer with MARK around it, inside its white space, which a template may cut."""
+    inner = message["content"].strip() if message["role"] == "assistant" else ""
+    return message | {"content": message["content"].replace(inner, MARK + inner + MARK, 1)} if inner else message
 
 
 def template_of(path: Path, given: Path | None) -> tuple[Path, str, dict[str, Any]]:
