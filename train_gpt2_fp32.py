@@ -16,7 +16,7 @@ sys.path.insert(0, __file__.rpartition("/")[0])  # python -P leaves it out
 import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
-from kernels.gelu import gelu_backward, matmul_gelu_forward
+from kernels.gelu import matmul_gelu_backward, matmul_gelu_forward
 from kernels.layernorm import layernorm_backward, layernorm_forward, layernorm_recompute
 from kernels.matmul import matmul_backward_bias, matmul_backward_inp, matmul_backward_weight, matmul_forward
 from llmc.data.batches import Batches
@@ -171,8 +171,9 @@ def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
         )
         acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
-        matmul_backward_inp(a.dgelu, dresidual, p.fcprojw, B, T, 4 * C, C)
-        gelu_backward(a.dfch, g.fcb, a.gelu_recomputed, a.dgelu, a.fch, p.fcb, B * T, 4 * C)  # in place of dgelu
+        matmul_gelu_backward(  # dfch in place of dgelu
+            a.dfch, g.fcb, a.gelu_recomputed, a.dgelu, dresidual, p.fcprojw, a.fch, p.fcb, B, T, 4 * C, C
+        )
         matmul_backward_weight(g.fcprojw, dresidual, a.gelu_recomputed, B, T, 4 * C, C, accumulate)
         matmul_backward_inp(dln, a.dfch, p.fcw, B, T, C, 4 * C)
         layernorm_recompute(a.ln2_recomputed, a.residual2, p.norm2, a.stats2, B, T, C)

@@ -14,7 +14,7 @@ import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
 from kernels.dropout import dropout_at
-from kernels.gelu import gelu_backward, matmul_gelu_forward
+from kernels.gelu import matmul_gelu_backward, matmul_gelu_forward
 from kernels.matmul import matmul_backward_bias, matmul_backward_inp, matmul_backward_weight, matmul_forward
 from kernels.norm import recompute_norm
 from kernels.parallel_residual import branch_forward, parallel_residual_backward, parallel_residual_forward
@@ -200,8 +200,10 @@ def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None
         )
         acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
-        matmul_backward_inp(a.dgelu, dfcproj, p.fcprojw, B, T, 4 * C, C)
-        gelu_backward(a.dfch, g.fcb, a.gelu_recomputed, a.dgelu, a.fch, p.fcb, B * T, 4 * C, config.gelu == "erf")
+        matmul_gelu_backward(  # dfch in place of dgelu
+            a.dfch, g.fcb, a.gelu_recomputed, a.dgelu, dfcproj, p.fcprojw, a.fch, p.fcb, B, T, 4 * C, C,
+            config.gelu == "erf",
+        )
         matmul_backward_weight(g.fcprojw, dfcproj, a.gelu_recomputed, B, T, 4 * C, C, accumulate)
         matmul_backward_inp(a.dln2, a.dfch, p.fcw, B, T, C, 4 * C)
         recompute_norm(a.normed_recomputed, a.residual2, p.norm2[0], a.stats2, B, T, C)

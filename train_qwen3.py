@@ -17,7 +17,7 @@ from kernels.matmul import matmul_backward_inp, matmul_backward_weight, matmul_f
 from kernels.qk_norm import qk_norm_backward, qk_norm_forward
 from kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward, rmsnorm_recompute
 from kernels.rope import rope_table
-from kernels.swiglu import swiglu_backward, swiglu_forward
+from kernels.swiglu import matmul_swiglu_backward, matmul_swiglu_forward
 from llmc.model.batch import embedding_backward, embedding_forward
 from llmc.model.loss import cross_entropy_loss
 from llmc.model.model import Model
@@ -149,8 +149,7 @@ def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
     matmul_forward(a.residual2, a.atty, p.attprojw, None, B, T, NH * HS, C, a.residual)
     rmsnorm_forward(a.ln2, a.stats2, a.residual2, p.norm2, eps, B, T, C)
 
-    matmul_forward(a.fch, a.ln2, p.fcw, None, B, T, C, 2 * H)
-    swiglu_forward(a.swiglu, a.fch, B * T, H)
+    matmul_swiglu_forward(a.swiglu, a.fch, a.ln2, p.fcw, B, T, C, H)
 
 
 def qwen3_layer_recompute(model: Model, acts, batch, l: int) -> None:
@@ -176,8 +175,7 @@ def qwen3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
         rmsnorm_backward(dresidual, grads.norm[n], dln, acts.residual[n], params.norm[n], acts.stats[n], B, T, C)
         acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
-        matmul_backward_inp(a.dswiglu, dresidual, p.fcprojw, B, T, H, C)
-        swiglu_backward(a.dfch, a.swiglu_recomputed, a.dswiglu, a.fch, B * T, H)
+        matmul_swiglu_backward(a.dfch, a.swiglu_recomputed, a.dswiglu, dresidual, p.fcprojw, a.fch, B, T, H, C)
         matmul_backward_weight(g.fcprojw, dresidual, a.swiglu_recomputed, B, T, H, C, accumulate)
         matmul_backward_inp(dln, a.dfch, p.fcw, B, T, C, 2 * H)
         rmsnorm_recompute(a.ln2_recomputed, a.residual2, p.norm2, a.stats2, B, T, C)

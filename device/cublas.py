@@ -88,7 +88,7 @@ class Cublas:
     ) -> None:  # fmt: skip
         if a.dtype == np.float16:
             here = self.streams[self.at], self.workspaces[self.at], self.calls is self.captured_calls
-            self.lt.gemm(c, a, b, m, n, k, trans_a, trans_b, 0.0, None, scale_a, scale_b, *here, count)
+            self.lt.gemm(c, a, b, m, n, k, trans_a, trans_b, None, None, scale_a, scale_b, *here, count)
             return
         shape = self.handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0)
         ld_a, ld_b = m if trans_a else k, k if trans_b else n

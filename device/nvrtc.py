@@ -48,7 +48,7 @@ def compile_file(nvrtc: Any, path: Path, options: tuple[str, ...]) -> bytes:
     program = nvrtc.createProgram(source, path.name, (), ())
     try:
         nvrtc.compileProgram(program, options)
-        code = nvrtc.getPTX(program).encode() if "-arch=compute" in options[-1] else nvrtc.getCUBIN(program)
+        code = nvrtc.getPTX(program) if "-arch=compute" in options[-1] else nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError:
         major, minor = nvrtc.getVersion()
         raise UserError(

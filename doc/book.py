@@ -125,6 +125,7 @@ def markdown_page(path: Path) -> tuple[str, set[Path]]:
     body = pandoc(with_lines(path, text), MARKDOWN)
     body = re.sub(r'<a\s+href="([^"]*)"[^>]*>(.*?)</a>', anchor, body, flags=re.S)
     body = re.sub(r'(<img\s+[^>]*?src=")([^"]*)"', picture, body)
+    body = re.sub(r'<img\s+[^>]*?src="([^"]*)"[^>]*>', r'<a class="picture" href="\1">\g<0></a>', body)
     body = re.sub(r"<table>(.*?)</table>", r'<div class="table"><table>\1</table></div>', body, flags=re.S)
     return body, used
 

@@ -190,7 +190,7 @@ TOPICS["layernorm_backward"] = Topic(
         Rung("layernorm_backward of kernels/layernorm.py",
              lambda cu, a: layernorm_backward(
                  a.dinp, (a.dweight, a.dbias), a.dout, a.inp, (a.weight, None), (a.mean, a.rstd), 1, a.N, a.C),
-             "A warp a row finds the two means, then a thread with four columns walks down the block's rows: two "
+             "A warp per row finds the two means, then a thread with four columns walks down the block's rows: two "
              "barriers for as many rows as there are warps."),
     ],
 )  # fmt: skip
@@ -324,7 +324,7 @@ TOPICS["gelu_backward"] = Topic(
         Rung("sums_kernel", with_sums),
         Rung("gelu_backward of kernels/gelu.py",
              lambda cu, a: gelu_backward(a.dout, a.dbias, a.out_T.T, a.dout, a.inp, a.bias, a.N, a.C),
-             "Four columns a thread: accesses of 16 bytes and tiles of 64 x 64."),
+             "Four columns per thread: accesses of 16 bytes and tiles of 64 x 64."),
     ],
 )  # fmt: skip
 
@@ -358,7 +358,7 @@ TOPICS["embedding_backward"] = Topic(
         rung("sorted_kernel", lambda a: (a.N,)),
         Rung("encoder_backward of kernels/encoder.py",
              lambda cu, a: encoder_backward(a.dwte, None, a.dout, a.inp, a.order, a.count, 1, a.N, a.C),
-             "Four channels a thread, and four threads share the positions of a token."),
+             "Four channels per thread, and four threads share the positions of a token."),
     ],
 )  # fmt: skip
 
@@ -455,7 +455,7 @@ TOPICS["flash_attention"] = Topic(
         attention_rung("two_stages_kernel", 128),
         Rung("flash_attention_forward of kernels/flash_attention.py",
              lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64),
-             "32 queries a warp, so that each operand that is loaded serves four products, by wide loads.", tf32=True),
+             "32 queries per warp, so each operand that is loaded serves four products, by wide loads.", tf32=True),
     ],
 )  # fmt: skip
 
@@ -509,7 +509,7 @@ TOPICS["flash_attention_backward"] = Topic(
         Rung("flash_attention_backward of kernels/flash_attention.py",
              lambda cu, a: flash_attention_backward(
                  a.dqkv, a.dout, a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64),
-             "32 rows a warp and wide loads, the mask only where the diagonal is, and the longest blocks first.",
+             "32 rows per warp and wide loads, the mask only where the diagonal is, and the longest blocks first.",
              tf32=True),
     ],
 )  # fmt: skip
@@ -569,9 +569,10 @@ TOPICS["matmul_bf16"] = Topic(
 )  # fmt: skip
 
 
-def hopper_rung(kernel: str, columns: int, stages: int, blocks: int = 0, buffer: int = 0) -> Rung:
-    """A block makes 128 x columns elements. In shared memory it holds `stages` pairs of tiles, mbarriers, and `buffer`
-    bytes. blocks: of a cluster, where blocks stay and take one tile after the other."""
+def hopper_rung(kernel: str, columns: int, stages: int, blocks: int = 0, buffer: int = 0, barriers: int = 0) -> Rung:
+    """A block makes 128 x columns elements. In shared memory it holds `stages` pairs of tiles with two mbarriers each,
+    `buffer` bytes, and so many other mbarriers. blocks: of a cluster, where blocks stay and take one tile after the
+    other."""
 
     def work(cu: device.Source, a: SimpleNamespace) -> None:
         arrays, block = (a.c, a.a, a.b), (256 if stages == 1 else 384,)
@@ -581,7 +582,7 @@ def hopper_rung(kernel: str, columns: int, stages: int, blocks: int = 0, buffer:
         if buffer:
             arrays = device.tensor_map(a.c, (1, a.M, a.N), (1, 16, 64)), *arrays[1:]
         grid = (device.multiprocessors // blocks * blocks,) if blocks else (ceil_div(a.N, columns), ceil_div(a.M, 128))
-        shared = stages * ((128 + columns) * 64 * 2 + 16) + buffer
+        shared = stages * ((128 + columns) * 64 * 2 + 16) + buffer + 8 * barriers
         cu.launch(kernel, grid, block, (*arrays, a.M, a.N, a.K), shared_mem=shared)
 
     return Rung(kernel, work, fours=True)
@@ -601,6 +602,7 @@ TOPICS["matmul_hopper"] = Topic(
         hopper_rung("persistent_kernel", 256, 4, blocks=1),
         hopper_rung("cluster_kernel", 256, 4, blocks=2),
         hopper_rung("store_kernel", 256, 4, blocks=2, buffer=8 * 2 * 16 * 64 * 2),
+        hopper_rung("pingpong_kernel", 192, 4, blocks=2, buffer=8 * 3 * 16 * 64 * 2, barriers=2),
         TOPICS["matmul_bf16"].rungs[-1],
     ],
 )  # fmt: skip
@@ -619,7 +621,7 @@ TOPICS["flash_attention_bf16"] = Topic(
         attention_rung("two_stages_kernel", 128, tf32=False),
         Rung("flash_attention_forward without wgmma of kernels/flash_attention.cu",
              lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64, wgmma=False),
-             "32 queries a warp, so that each ldmatrix serves four products instead of two; sums are seldom rescaled."),
+             "32 queries per warp, so each ldmatrix serves four products instead of two; sums are seldom rescaled."),
         Rung("flash_attention_forward of kernels/flash_attention.py",
              lambda cu, a: flash_attention_forward(
                  a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64, wgmma=device.kind == "cpu" or None),

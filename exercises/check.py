@@ -42,12 +42,15 @@ def main() -> None:
     if not work.exists():
         begin(exercise, work)
         return
+    picture = work.with_suffix(".html")
+    picture.unlink(missing_ok=True)
     fault, remark = judge(exercise, work)
+    see = f"\n\nWhat your kernel does, access by access: open {shown(picture)} in a browser." * picture.exists()
     if fault:
-        print(f"{shown(work)} is not right yet.\n\n{fault}")
+        print(f"{shown(work)} is not right yet.\n\n{fault}{see}")
         sys.exit(1)
-    remember(exercise, work)
-    print(f"{shown(work)} is right.{f' {remark}' * bool(remark)}\n\n{after(exercise)}")
+    remember(exercise, work, remark)
+    print(f"{shown(work)} is right.{f' {remark}' * bool(remark)}{see}\n\n{after(exercise)}")
 
 
 def begin(exercise: Exercise, work: Path) -> None:
@@ -130,7 +133,7 @@ def after(exercise: Exercise) -> str:
 
 
 def solved() -> dict[str, str]:
-    """A digest of each exercise's file when it was right last."""
+    """A digest of each exercise's file when it was right last, and what `remember` adds to it."""
     try:
         return json.loads(SOLVED.read_text("utf-8"))
     except (OSError, ValueError):
@@ -141,15 +144,20 @@ def digest(work: Path) -> str:
     return hashlib.sha256(work.read_bytes()).hexdigest()
 
 
-def remember(exercise: Exercise, work: Path) -> None:
-    SOLVED.write_text(json.dumps(solved() | {exercise.file: digest(work)}, indent=1), "utf-8")
+def remember(exercise: Exercise, work: Path, remark: str) -> None:
+    """That it is right; and the next step of a project, which its remark names."""
+    found = {exercise.file: digest(work), f"{exercise.file}: next": remark.partition("Next: ")[2].rstrip(".")}
+    SOLVED.write_text(json.dumps(solved() | found, indent=1), "utf-8")
 
 
 def state(exercise: Exercise) -> str:
     work = WORK / exercise.file
     if not work.exists() or work.read_bytes() == start(exercise).encode():
         return "untried"
-    return "solved" if solved().get(exercise.file) == digest(work) else "open"
+    if solved().get(exercise.file) != digest(work):
+        return "open"
+    step = solved().get(f"{exercise.file}: next")
+    return f"right, next: {step}" if step else "solved"
 
 
 def print_list() -> None:

@@ -1,6 +1,7 @@
 """What each exercise must do: check_<name>(lab) raises Wrong with what is wrong; a few return a remark.
 
-    python exercises/checks.py NUMBER FILE RESULT     # for check.py: writes [what is wrong, remark] to RESULT, as JSON
+    python exercises/checks.py NUMBER FILE RESULT     # for check.py: writes [what is wrong, remark] to RESULT, as JSON,
+                                                      # and what a kernel's last launch did to FILE's name with .html
 
 Results are compared with NumPy's. Kernels run on the CPU device with warps of 32 lanes. If the compiler is GCC, the
 microscope watches every access. What kernels write begins as UNWRITTEN and has more of it around, and what they read
@@ -34,13 +35,14 @@ import kernels.attention
 import kernels.gelu
 import kernels.layernorm
 import kernels.reduce
-from dev.microscope.report import lines_of, race_lines, thread_of
+from dev.microscope.report import lines_of, page_of, race_lines, thread_of, write_page
 from dev.microscope.watch import BARRIER, LANES, LOAD, MEETING, SECTOR, Watched, lanes_of, use_microscope, watch_kernel
 from device import Source, ceil_div, cpp, kernel_declarations
 from device.errors import UserError
 from device.fp8 import from_e4m3
 from doc.ladder import TF32, place_arrays, references, relative_error, text_of
 from doc.rungs import TOPICS, Rung, adamw_step
+from doc.rungs import rung as rung_of
 from exercises.cut import EXERCISES, HERE, Exercise
 from llmc.run.program import run_program
 
@@ -50,6 +52,7 @@ AROUND = 1 << 18            # elements before and after what a kernel reads or w
 UNWRITTEN = 0x4EADBEEF      # as float32 1457485696.0: far from all that is to be computed
 OUTSIDE = 0x7FEDBEEF        # as float32 a NaN: another number, so that it shows also where it is copied to
 MEMORY = 2 << 30            # bytes that a check may have: a loop without end that is watched wants ever more
+MOST_ACCESSES = 10_000_000  # of lanes, that a check can keep
 ROUNDING = 2e-5             # of 1 + the value: several roundings to fp32, and the sums of a few hundred numbers
 # One block after another, so that a fault shows alike each time; the compiler's messages in English; and a launch fails
 # where an index is outside of an array whose length the compiler knows. (The header's checksum makes a library that was
@@ -73,12 +76,13 @@ class Wrong(Exception):
 def main() -> None:
     number, file, result = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    found = run_check(EXERCISES[int(number) - 1], Path(file))
+    found = run_check(EXERCISES[int(number) - 1], Path(file), Path(file).with_suffix(".html"))
     Path(result).write_text(json.dumps(found), "utf-8")
 
 
-def run_check(exercise: Exercise, path: Path) -> tuple[str, str]:
-    """What is wrong with the solution in a file, empty where nothing is; and a remark on one that is right."""
+def run_check(exercise: Exercise, path: Path, picture: Path | None = None) -> tuple[str, str]:
+    """What is wrong with the solution in a file, empty where nothing is; and a remark on one that is right. The
+    microscope's page of its last launch goes to `picture`, if there was one."""
     prepare(exercise)
     lab = Lab(path, exercise.watched())
     try:
@@ -86,6 +90,9 @@ def run_check(exercise: Exercise, path: Path) -> tuple[str, str]:
         return "", globals()[f"check_{exercise.name}"](lab) or ""
     except Wrong as wrong:
         return f"{lab.case}: {wrong}" if lab.case else str(wrong), ""
+    finally:
+        if picture and lab.watched:
+            write_page(picture, path.stem, [page_of(one) for one in lab.watched])
 
 
 def prepare(exercise: Exercise) -> None:
@@ -126,12 +133,18 @@ def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
 
 
-def shown(x) -> str:
+def shown(x, digits: int = 7) -> str:
     if isinstance(x, tuple):
-        return f"({', '.join(map(shown, x))})"
+        return f"({', '.join(shown(each, digits) for each in x)})"
     if isinstance(x, np.ndarray) and x.shape:
         return f"an array {x.shape}"
-    return f"{x:.7g}" if isinstance(x, int | float | np.number) else repr(x)
+    return f"{x:.{digits}g}" if isinstance(x, int | float | np.number) else repr(x)
+
+
+def both_shown(want, got) -> tuple[str, str]:
+    """With so many digits that one sees the difference."""
+    digits = 17 if shown(want) == shown(got) else 7
+    return shown(want, digits), shown(got, digits)
 
 
 # ---- a solution
@@ -307,14 +320,15 @@ class Lab:
         if good.all():
             return
         if not same_shape or not isinstance(want, np.ndarray):
-            raise Wrong(f"{what}: expected {shown(want)}, got {shown(got)}")
+            raise Wrong("{}: expected {}, got {}".format(what, *both_shown(want, got)))
         index = tuple(int(i) for i in np.argwhere(~good)[0])
         of = f" of {shown(inputs[index])}" if inputs is not None else ""
-        told = f"got {shown(found[index])}"
+        expected, told = both_shown(want[index], found[index])
+        told = f"got {told}"
         if is_ours(got):
             unwritten = got[index].view(np.uint32) == UNWRITTEN
             told = "nothing was written" if unwritten else told + self.writer(what, got, index)
-        raise Wrong(f"{what}[{', '.join(map(str, index))}]{of}: expected {shown(want[index])}, {told}")
+        raise Wrong(f"{what}[{', '.join(map(str, index))}]{of}: expected {expected}, {told}")
 
     def writer(self, name: str, array: np.ndarray, index: tuple[int, ...]) -> str:
         """Which thread has written an element of a kernel's array, and in which line, if the microscope has seen it."""
@@ -388,7 +402,7 @@ def check_race(lab: Lab) -> str:
     lab.expect("out", out, x.astype(np.float64).sum(1), ROUNDING)
     steps = lab.watched[-1].steps
     barriers = np.count_nonzero((steps["warp"] == 0) & (steps["kind"] == BARRIER)) / R
-    return f"{barriers:g} barriers a row; 8 are enough." if barriers > 8 else ""
+    return f"{barriers:g} barriers per row; 8 are enough." if barriers > 8 else ""
 
 
 def check_shuffle(lab: Lab) -> None:
@@ -529,6 +543,15 @@ def tiles_of(k: np.ndarray, v: np.ndarray, width: int) -> Iterator[tuple[np.ndar
     memory[...] = np.nan
 
 
+def peak_of(work: Callable) -> tuple:
+    """What it returns, and the most bytes that NumPy has in the meantime."""
+    tracemalloc.start()
+    try:
+        return work(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 def flash_cases(lab: Lab) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, float, int, tuple]]:
     """q, k, v, the scale, a tile's width, and by whole matrices p, out and lse."""
     q, k, v = (normal(i + 2, 8, 4)[i].astype(np.float64) for i in range(3))
@@ -549,6 +572,10 @@ def check_flash_forward(lab: Lab) -> None:
         out, lse = lab.call("flash_forward", q.copy(), tiles_of(k, v, width), scale, parts=2)
         lab.expect("lse", lse, want_lse, 1e-9)
         lab.expect("out", out, want_out, 1e-9)
+    q, k, v = (normal(i + 2, 1024, 64)[i].astype(np.float64) for i in range(3))
+    lab.case, q = "64 tiles of 16 keys", q[:8]
+    _, peak = peak_of(lambda: lab.call("flash_forward", q, tiles_of(k, v, 16), 0.125, parts=2))
+    lab.at_most("rows of 64 numbers in memory at a time", peak // k[0].nbytes, 256)
 
 
 def check_flash_backward(lab: Lab) -> None:
@@ -617,11 +644,16 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def check_bf16_sum(lab: Lab) -> None:
+    def refuse(x) -> None:
+        raise Wrong("stops_at adds up in bf16, step by step: write a formula")
+
+    bf16, lab.names["bf16"] = lab.names.get("bf16"), refuse
     for term in 1.0, 0.25, 64.0, 1.5, 0.02001953125, 3.0, 1.0078125, 1.9921875:
         total, before = np.float32(0), np.float32(-1)
         while total != before:
             total, before = to_bf16(total + np.float32(term))[()], total
         lab.expect(f"stops_at({term:g})", lab.call("stops_at", term), float(total))
+    lab.names["bf16"] = bf16
     for name, share in ("sum_in_fp32", 2.0**-8), ("sum_in_bf16", 0.02):
         for lab.case, x in (
             ("4096 ones", np.ones(4096)), ("1, 1, 1 and 0.25", np.array([1, 1, 1, 0.25])), ("one number", np.ones(1)),
@@ -630,6 +662,10 @@ def check_bf16_sum(lab: Lab) -> None:
             got, want = lab.call(name, x.astype(np.float32)), float(x.astype(np.float64).sum())
             lab.expect(name, got, want, share * want / (1 + want))
             lab.expect(f"{name}, as bf16 has it", got, float(to_bf16(np.float32(got))))
+    numbers = to_bf16(abs(normal(16, 256)))
+    exact = to_bf16(numbers.astype(np.float64).sum(axis=1))
+    if [lab.call("sum_in_bf16", x.copy()) for x in numbers] == exact.tolist():
+        raise Wrong("sum_in_bf16 adds in more than bf16: each of 16 sums of 256 numbers is as if it were rounded once")
 
 
 RANKS = 3
@@ -671,10 +707,17 @@ def check_ring(lab: Lab) -> None:
 
 
 def check_flash_attention(lab: Lab) -> str:
-    """In the place of one of the ladder's rungs."""
-    topic = TOPICS["flash_attention"]
-    rung = next(rung for rung in topic.rungs if rung.kernel == "swizzled_kernel")
-    cases = topic.odd, topic.fours, topic.round
+    """With the arrays of the ladder's rungs."""
+    topic, kernel = TOPICS["flash_attention"], "flash_attention_kernel"
+    rung = rung_of(kernel, lambda a: (a.B * a.NH, ceil_div(a.T, 64)), (128,))
+    cases, pairs = (topic.odd, topic.fours, topic.round), lambda T: T * (T + 1) / 2  # of a query and a key
+    lab.microscope = False
+    check_topic(lab, Source(lab.path), "flash_attention", *cases, rung=rung, tolerance=20 * TF32)
+    lab.microscope = True
+    few = {"B": 1, "T": 16, "NH": 1}
+    check_topic(lab, Source(lab.path), "flash_attention", few, rung=rung, tolerance=20 * TF32)
+    if lanes_of(lab.watched[-1].steps).sum() / pairs(16) * pairs(topic.round["T"]) > MOST_ACCESSES:
+        return "It loads so often that the check cannot watch all of it. Next: keep in registers what is used again."
     check_topic(lab, Source(lab.path), "flash_attention", *cases, rung=rung, tolerance=20 * TF32)
     (one,) = lab.watched
     lines = list(lines_of(one))
@@ -683,8 +726,8 @@ def check_flash_attention(lab: Lab) -> str:
     passes = sum(line.passes for line in shared) / (sum(line.least_passes for line in shared) or 1)
     uses_mma = any("mma" in one.names[int(step["what"])] for step in one.steps if step["kind"] == MEETING)
     steps = ("tiles in shared memory", not shared), ("tensor cores", not uses_mma), ("a swizzle", passes > 1.005)
-    left = next((step for step, missing in steps if missing), "asynchronous copies, and 32 queries a warp")
-    return f"It moves {moved:.2f} bytes for each that must move, in {passes:.2f} passes for each needed. Next: {left}."
+    left = next((f"Next: {step}." for step, missing in steps if missing), "It has all steps that the check can see.")
+    return f"It moves {moved:.2f} bytes for each that must move, in {passes:.2f} passes for each needed. {left}"
 
 
 def tanh_layers(weights: np.ndarray) -> tuple[list[tuple[Callable, Callable]], list[int]]:
@@ -723,15 +766,13 @@ def check_segments(lab: Lab) -> None:
         for _, backward in reversed(layers):
             want = backward(inputs.pop(), want)
         runs[:] = [0] * L
-        tracemalloc.start()
-        try:
-            got = lab.call("backward_through", *arguments)
-            arrays = tracemalloc.get_traced_memory()[1] // x.nbytes
-        finally:
-            tracemalloc.stop()
-        lab.expect("the gradient of x", got, want, 1e-9)
+        given = [array.copy() for array in arguments[:2]]
+        got, peak = peak_of(lambda: lab.call("backward_through", *arguments))  # noqa: B023
+        lab.expect("the gradient of x", got, want, ROUNDING)
+        for name, array, before in zip(("x", "dout"), arguments, given, strict=False):
+            lab.expect(f"{name}, which may not change", array, before)
         lab.at_most("times that a layer has run forward", max(runs), 2)
-        lab.at_most("arrays in memory at a time", arrays, int(2 * L**0.5) + 3)
+        lab.at_most("arrays in memory at a time", peak // x.nbytes, int(2 * L**0.5) + 3)
 
 
 class Block:
@@ -744,7 +785,7 @@ class Block:
         self.stages = [SimpleNamespace(number=i, **phases) for i in range(stages)]
         self.producer, *self.consumers = self.roles = [
             SimpleNamespace(name=name, turns=lab.call(name.split()[0], tiles, steps, stages), instruction=None,
-                            started=0, stored=0, under_way=[], most=0)
+                            started=0, stored=0, under_way=[], pending=0, least=2)
             for name in ("producer", "consumer 0", "consumer 1")
         ]  # fmt: skip
 
@@ -791,7 +832,11 @@ class Block:
         elif kind == "start":
             right = not stage.coming and stage.pair == pair
             role.under_way.append(stage.number)
-            role.started, role.most = pair + 1, max(role.most, len(role.under_way))
+            role.started, role.pending = pair + 1, role.pending + 1  # pending: of which it does not know the end
+            if pair % self.steps:
+                role.least = min(role.least, role.pending)
+        elif kind == "finish":
+            role.pending = min(role.pending, of[0])
         elif kind == "arrive":
             right = stage.number not in role.under_way
             stage.empty, stage.arrived = stage.empty + stage.arrived, 1 - stage.arrived
@@ -815,13 +860,13 @@ class Block:
 
 def check_stages(lab: Lab) -> None:
     for tiles, steps, stages in (1, 4, 4), (1, 7, 2), (3, 5, 4), (2, 6, 3), (3, 1, 2):
-        lab.case, most = f"{tiles} tiles of {steps} pairs, {stages} stages", [0, 0]  # products under way
+        lab.case = f"{tiles} tiles of {steps} pairs, {stages} stages"
         for seed in range(40):
             block = Block(lab, tiles, steps, stages)
             block.run(np.random.default_rng(seed), *block.roles)
             block.finished()
-            most = [max(m, consumer.most) for m, consumer in zip(most, block.consumers, strict=True)]
-        lab.expect("products under way at a time", min(min(most), 2), min(2, steps))
+            for consumer in block.consumers:
+                lab.expect("products under way at a time", consumer.least, 2)
         block = Block(lab, tiles, steps, stages)
         block.run(np.random.default_rng(0), block.producer)
         lab.expect("stages that the producer fills before a product is done", block.producer.started,
@@ -849,9 +894,25 @@ def check_one_byte(lab: Lab) -> None:
         if getattr(got, "dtype", None) != np.uint8:
             raise Wrong("quantize has to return uint8")
         lab.expect("quantize", from_e4m3(got), want, inputs=x * scale)
-    a, b = (normal(N, 16).argsort(axis=None).reshape(N, 16).astype(np.uint8) for N in (5, 7))
+    a, b = (np.random.default_rng(N).choice(np.delete(q, [0x7F, 0xFF]), (N, 16)) for N in (5, 7))
     lab.case, want = "", 2.0**-7 * (from_e4m3(a).astype(np.float64) @ from_e4m3(b).T)
-    lab.expect("product", lab.call("product", a.copy(), 0.25, b.copy(), 2.0**-5), want, 1e-9)
+    lab.expect("product", lab.call("product", a.copy(), 0.25, b.copy(), 2.0**-5), want, ROUNDING * abs(want).max())
+
+
+def check_two_products(lab: Lab) -> None:
+    """All numbers are whole and small. So sums are exact, and the rounding of p to bf16 decides the result."""
+    B = 3
+    q, k, v = (np.random.default_rng(i).integers(-5, 6, (B, 16, 64)).astype(np.float32) for i in range(3))
+    ones, picks = np.zeros_like(q), np.zeros_like(v)
+    ones[:, np.arange(16), np.arange(16)] = picks[:, np.arange(16), np.arange(16) + 1] = 1
+    for lab.case, x, y, z in (
+        ("q and v pick: out has k, transposed, from channel 1 on", ones, k, picks),
+        ("v picks: out has p, from channel 1 on", q, k, picks), ("any q, k and v", q, k, v),
+    ):  # fmt: skip
+        out = output(B, 16, 64)
+        lab.launch("two_products_kernel", (B,), (32,), out, given(x), given(y), given(z))
+        lab.expect("out", out, to_bf16(x @ y.transpose(0, 2, 1)) @ z)
+    lab.expect_no_waste()
 
 
 if __name__ == "__main__":

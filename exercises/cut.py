@@ -33,7 +33,8 @@ class Exercise:
     """source: under the repository's root; without one it is in solutions/. Of a kernel file its head is taken, down to
     the #includes, and each of `parts`: the function, struct or constant of this name, and the comment above it.
     header: one that the source includes and that has some of the parts; the text of it stands for its #include.
-    head: takes the place of a head that gives away what is to be found."""
+    head: takes the place of a head that gives away what is to be found.
+    renamed: a name of the source, and what it is called in the exercise."""
 
     name: str
     holes: tuple[Hole, ...]
@@ -42,6 +43,7 @@ class Exercise:
     header: str = ""
     parts: tuple[str, ...] = ()
     head: str = ""
+    renamed: tuple[str, str] = ("", "")
     microscope: bool = False     # the check needs the microscope
 
     @property
@@ -82,7 +84,7 @@ def whole(exercise: Exercise) -> str:
             while lines[begin - 1]:
                 begin -= 1
             taken += ["", *lines[begin : where[-1] + 1]]
-    return "\n".join(taken) + "\n"
+    return "\n".join(taken).replace(*exercise.renamed) + "\n"
 
 
 def start(exercise: Exercise) -> str:
@@ -276,14 +278,15 @@ return 0.0f;"""),
     Exercise(
         "flash_attention",
         (
-            Hole(": // The place of a float", "swizzled_kernel(",
+            Hole(": // The place of a float", "flash_attention_kernel(",
                  'extern "C" __global__ void __launch_bounds__(128)'),
-            Hole("swizzled_kernel: with_registers<true>(", "}", """\
+            Hole("flash_attention_kernel: with_registers<true>(", "}", """\
 const Head head(out, lse, qkv, T, NH);
 // Write here."""),
         ),
         source="doc/ladder/flash_attention.cu",
         header="attention_tiles.cuh",
+        renamed=("swizzled_kernel", "flash_attention_kernel"),
         parts=(
             "SCALE", "Head", "place", "load_rows", "load_operand", "in_tile", "add_scores", "add_sum", "store_rows",
             "store_result", "Queries", "with_registers", "swizzled_kernel",
@@ -299,8 +302,8 @@ const Head head(out, lse, qkv, T, NH);
 // Head knows where that head begins. Row t of its queries is at head.q + t * head.stride, and so are keys, head.k, and
 // values, head.v. Row t of its output is at head.out + t * head.out_stride, and lse of query t is head.lse[t].
 //
-// The check accepts any kernel that is right, and launches it in place of the ladder's swizzled_kernel: keep this name.
-// Begin with the simplest kernel; the check says what to do next. Put functions of your own before the kernel.
+// The check accepts any kernel that is right. Begin with the simplest one; the check says what to do next. Keep the
+// kernel's name, and put functions of your own before it.
 // tensor_cores.cuh has mma and to_tf32, async_copy.cuh copies that nobody waits for, common.cuh the rest.
 #define WARP_SIZE 32
 """,
@@ -311,4 +314,5 @@ const Head head(out, lse, qkv, T, NH);
     in_python(
         "one_byte", "numbers_of: exponent, mantissa =", "scale_of: largest =", "quantize: sizes =", "product: return"
     ),
+    Exercise("two_products", (Hole("two_products_kernel: float scores", "}", BODY),), microscope=True),
 )

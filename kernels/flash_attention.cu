@@ -238,10 +238,13 @@ __device__ inline void backward_query(floatX* dqkv, float* dsum, const floatX* d
         copy_tiles<HS>(tiles[stage], head.key, head.value, tile * TILE_ROWS, T, head.stride, head.stride, offsets);
     };
 
-    start(tile, stage);
-    Operand<floatX, HS, M, Q_KEPT> q(operands);
-    Operand<floatX, HS, M, DOUT_KEPT> d(operands + q.SIZE);
-    Factors<floatX, HS, M> o(operands + q.SIZE + d.SIZE);
+    // In bf16 the tiles' memory first has the block's own rows of q and out. So a block needs 48 KiB, and a
+    // multiprocessor of 100 KiB has room for two.
+    if (!IS_BF16) start(tile, stage);
+    Operand<floatX, HS, M, Q_KEPT> q(tiles[0][0]);
+    Operand<floatX, HS, M, DOUT_KEPT> d(operands);
+    Factors<floatX, HS, M> o(tiles[1][0]);
+    static_assert(Q_KEPT && q.SIZE <= 2 * TILE_SIZE, "the tiles' memory is free again before the first tile comes");
     float dq[HS / 16][2 * M][4] = {}, log2_sum[M][2], D[M][2];
     q.start(head.query, row0, T, head.stride, offsets);
     d.start(dout, row0, T, head.C, offsets, true);
@@ -268,7 +271,12 @@ __device__ inline void backward_query(floatX* dqkv, float* dsum, const floatX* d
     copies_finish();
     q.finish(offsets);
     d.finish(offsets);
-    if (IS_BF16) find_D();
+    if (IS_BF16) {
+        find_D();
+        __syncthreads();
+        start(tile, stage);
+        copies_finish();
+    }
     for (; tile >= first * ROWS / TILE_ROWS; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
         #pragma unroll 1
@@ -340,7 +348,6 @@ __device__ inline void backward_key(floatX* dqkv, float* dkv_heads, const float*
     constexpr int UNROLL = STEPS > 2 ? 1 : STEPS;               // more than two steps would need too many registers
     __shared__ __align__(128) floatX tiles[2][2][TILE_SIZE];    // stage; queries, dout
     __shared__ __align__(8) float terms[2][2][TILE_ROWS];       // stage; lse and D of the queries
-    __shared__ float nan[THREADS];                              // of each thread: 0, or NaN if D is not finite
     DYNAMIC_SHARED(floatX, operands);
     const int warp = threadIdx.x / 32;
     const int first = blockIdx.y * WARPS, row0 = (first + warp) * ROWS, diagonal = row0 / STEP;
@@ -360,18 +367,23 @@ __device__ inline void backward_key(floatX* dqkv, float* dkv_heads, const float*
     };
 
     start(tile, stage);
-    Operand<floatX, HS, M, K_KEPT> k(operands);
-    Operand<floatX, HS, M, V_KEPT> v(operands + k.SIZE);
-    float dk[HS / 16][2 * M][4] = {}, dv[HS / 16][2 * M][4] = {};
+    // Keys that stay in registers come by the memory of the second tiles. So in bf16 a block needs 49 KiB, and a
+    // multiprocessor of 100 KiB, which keeps one for each block, has room for two.
+    Operand<floatX, HS, M, K_KEPT> k(K_KEPT ? tiles[1][0] : operands);
+    Operand<floatX, HS, M, V_KEPT> v(operands + (K_KEPT ? 0 : k.SIZE));
+    float dk[HS / 16][2 * M][4], dv[HS / 16][2 * M][4];
     k.start(head.key, row0, T, head.stride, offsets);
     v.start(head.value, row0, T, head.stride, offsets);
-    {
-        const int row = row0 + threadIdx.x % 32;  // if M is 1, also rows of the next warp
-        nan[threadIdx.x] = warp_sum(row < T ? 0.0f * dsum[row] : 0.0f);
+    const int row = row0 + threadIdx.x % 32;                    // if M is 1, also rows of the next warp
+    const float zero = warp_sum(row < T ? 0.0f * dsum[row] : 0.0f);  // or NaN if D is not finite
+    #pragma unroll
+    for (int i = 0; i < HS / 16 * 2 * M * 4; i++) {
+        dk[i / 4 / (2 * M)][i / 4 % (2 * M)][i % 4] = dv[i / 4 / (2 * M)][i / 4 % (2 * M)][i % 4] = zero;
     }
     copies_finish();
     k.finish(offsets);
     v.finish(offsets);
+    if (K_KEPT) __syncthreads();  // before the second tiles come
     for (; tile < min((first + WARPS) * ROWS / TILE_ROWS, end); tile++, stage ^= 1) {
         start(tile + 1, stage ^ 1);
         #pragma unroll 1
@@ -399,8 +411,8 @@ __device__ inline void backward_key(floatX* dqkv, float* dkv_heads, const float*
     // In both arrays dv lies C numbers behind dk: the kernel writes to dqkv only if NKV = NH.
     const auto store = [&](auto* to, int stride) {
         const auto shared = reinterpret_cast<decltype(to)>(tiles);
-        store_sum<HS>(to, dk, row0, T, stride, rsqrtf((float)HS) + nan[threadIdx.x], shared);
-        store_sum<HS>(to + head.C, dv, row0, T, stride, 1.0f + nan[threadIdx.x], shared);
+        store_sum<HS>(to, dk, row0, T, stride, rsqrtf((float)HS), shared);
+        store_sum<HS>(to + head.C, dv, row0, T, stride, 1.0f, shared);
     };
     if (NKV < NH) store(dkv_heads + head.rows(2 * T), 2 * head.C);
     else store(dqkv + (head.key - qkv), head.stride);

@@ -77,10 +77,10 @@ def flash_attention_backward(
         arrays = dqkv, dkv_heads, dsum, dout_map, lse, qkv_map
         launch_wgmma("backward_key", 2, B, T, NH, NKV, HS, arrays, floats=2, whole_groups=dkv_heads is None)
     else:
-        operands = 3 if device.floatX == device.BF16 else 1
         sizes = T, NH, NKV
-        launch("backward_query", ROWS[HS], operands, B, T, NH, HS, (dqkv, dsum, dout, out, lse, qkv, *sizes))
-        launch("backward_key", ROWS[HS], 2, B, T, NH, HS, (dqkv, dkv_heads, dsum, dout, lse, qkv, *sizes))
+        launch("backward_query", ROWS[HS], 1, B, T, NH, HS, (dqkv, dsum, dout, out, lse, qkv, *sizes))
+        operands = 1 if device.floatX == device.BF16 else 2
+        launch("backward_key", ROWS[HS], operands, B, T, NH, HS, (dqkv, dkv_heads, dsum, dout, lse, qkv, *sizes))
     if dkv_heads is not None:
         heads = B * T * 2 * NKV
         block = HS // cu.width, cu.width * THREADS // HS

@@ -36,8 +36,8 @@ constexpr int PRODUCTS = IS_BF16 ? 1 : 2;
 // Each number is compared once: q and dout when a warp loads its own rows, k and v in forward's tile on the diagonal.
 // There query i meets key and value i, so a NaN in q, k or v makes lse or out of row i NaN.
 // Backward need not look for NaNs in q, k and v: if lse, out or dout of a row is not finite, D of that row is NaN or
-// infinite. In the tile on the diagonal D makes dq NaN. The block of keys adds 0 * D of its own rows to the factors of
-// dk and dv. In bf16 every NaN stays one anyway.
+// infinite. In the tile on the diagonal D makes dq NaN. The block of keys begins its sums at 0 * D of its own rows. In
+// bf16 every NaN stays one anyway.
 __device__ inline float to_tf32(float x, float y, bool keep_nan) {
     const bool unordered = !(x < y || x >= y);
     return keep_nan && unordered ? __uint_as_float(0x7fc00000u) : to_tf32(x);

@@ -6,7 +6,8 @@ import device
 from device import ceil_div
 from kernels.dispatch import dispatched
 from kernels.launches import MATRIX, describe
-from kernels.matmul import as_stored, matmul_forward, recomputed, tile_grid
+from kernels.matmul import as_stored, matmul_backward_inp, matmul_forward, recomputed, tile_grid
+from kernels.mlp_hopper import matmul_gelu_backward_wgmma, matmul_gelu_forward_wgmma, takes
 from kernels.reduce import add_partials, partials_of, rows_per_chunk
 
 cu = device.source(__file__)
@@ -18,8 +19,27 @@ def matmul_gelu_forward(
 ) -> None:  # fmt: skip
     """out (B,T,OC) = gelu(inp (B,T,C) @ weight (OC,C)^T + bias (OC)). Sets fch (B,T,OC), too, for backward: the product
     without the bias, which is added in fp32 where it is needed. bias is None if there is none."""
-    matmul_forward(fch, inp, weight, None, B, T, C, OC)
-    gelu_forward(out, fch, bias, B * T, OC, erf)
+    if bias is not None and not erf and takes(B * T, OC, C, weight, bias):
+        matmul_gelu_forward_wgmma(out, fch, inp, weight, bias, B * T, C, OC)
+    else:
+        matmul_forward(fch, inp, weight, None, B, T, C, OC)
+        gelu_forward(out, fch, bias, B * T, OC, erf)
+
+
+def matmul_gelu_backward(
+    dfch, dbias, out, dgelu, dout, weight, fch, bias, B: int, T: int, C: int, OC: int, erf: bool = False
+) -> None:  # fmt: skip
+    """The backward pass of GELU and of the product behind it, which has given (B,T,OC) from the gelu (B,T,C) of
+    fch (B,T,C), a product without its bias (C). dgelu (B,T,C) = dout (B,T,OC) @ weight (OC,C), and the rest as
+    gelu_backward: sets dfch (B,T,C) and out (B*T,C), and adds to dbias (C).
+
+    Nobody may read dgelu afterwards, which need not be written. It is memory for it: in bf16 and fp32 dfch's own.
+    """
+    if bias is not None and not erf and takes(B * T, C, OC, weight, bias):
+        matmul_gelu_backward_wgmma(dfch, dbias, out, dout, weight, fch, bias, B * T, C, OC)
+    else:
+        matmul_backward_inp(dgelu, dout, weight, B, T, C, OC)
+        gelu_backward(dfch, dbias, out, dgelu, fch, bias, B * T, C, erf)
 
 
 @dispatched("out")

@@ -105,12 +105,14 @@ inline void emulate_wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b
 }
 #endif
 
-// NUMBERS_OF_8, _16 and _32 name all d[n][i] in the text of an instruction. FOUR and EIGHT_FOURS list them for the
+// NUMBERS_OF_8, _16, _24 and _32 name all d[n][i] in the text of an instruction. FOUR and EIGHT_FOURS list them for the
 // compiler.
 #define TEN(n) \
     "%" #n "0, %" #n "1, %" #n "2, %" #n "3, %" #n "4, %" #n "5, %" #n "6, %" #n "7, %" #n "8, %" #n "9, "
 #define NUMBERS_OF_8 "{" TEN() TEN(1) TEN(2) "%30, %31}"
 #define NUMBERS_OF_16 "{" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60, %61, %62, %63}"
+#define NUMBERS_OF_24 \
+    "{" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) "%90, %91, %92, %93, %94, %95}"
 #define NUMBERS_OF_32 \
     "{" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) \
     "%120, %121, %122, %123, %124, %125, %126, %127}"
@@ -393,6 +395,11 @@ struct PipelineState {
     int stage = 0, parity = 0;
     __device__ void advance() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    __device__ void skip(int stages) {
+        stage += stages;
+        parity ^= stage / STAGES % 2;
+        stage %= STAGES;
     }
     __device__ int before() const { return stage > 0 ? stage - 1 : STAGES - 1; }
 };

@@ -1,6 +1,6 @@
-// Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T, and with a residual connection behind
-// them + residual (N, OC). cuBLAS computes the products, except that of a single row. This file has that one, and a
-// transposition. Both are memory-bound.
+// Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T. Where out is the residual stream,
+// they also add residual (N, OC), the stream in front of the branch. cuBLAS computes the products, except that of a
+// single row. This file has that one, and a transposition. Both are memory-bound.
 #include "matvec.cuh"
 #include "tile.cuh"
 

@@ -10,9 +10,9 @@ __device__ inline float sum_of(const Vec& v) {
     return sum;
 }
 
-// out (OC) = inp (C) @ weight (OC, C)^T + bias (OC) + residual (OC), for a model that writes text. bias and residual may
-// be null. Each number of the weight is used in one multiplication only. So a tile of the weight would have nothing to
-// share, and a kernel that loads tiles takes some 4 us even for the smallest weight.
+// out (OC) = inp (C) @ weight (OC, C)^T + bias (OC) + residual (OC), for a model that writes text. bias and residual
+// may be null. Each number of the weight is used in one multiplication only. So a tile of the weight would have nothing
+// to share, and a kernel that loads tiles takes some 4 us even for the smallest weight.
 //
 // Block: (lanes, outputs), if `lanes` lanes of a warp, a power of two, compute an output; or (warps * WARP_SIZE, 1), if
 // several warps do. A thread starts to load AT_ONCE vectors of the weight before it uses the first, and before the

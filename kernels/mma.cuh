@@ -90,15 +90,17 @@ __device__ inline void load_matrices(unsigned (&r)[4], const bf16* row) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
             : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 #elif defined(LLMC_CPU)
-    struct Lane { const bf16* row; unsigned r[4]; } mine = {row, {}};
+    // Each lane loads the row that it names: so the microscope sees the access, of 16 bytes, and counts its passes.
+    const uint4 words = *reinterpret_cast<const uint4*>(row);
+    struct Lane { unsigned row[4], r[4]; } mine = {{words.x, words.y, words.z, words.w}, {}};
     cpu_warp_together(0xffffffffu, mine, [](Lane* const lanes[32]) {
+        const auto at = [&](int lane, int column) { return lanes[lane]->row[column / 2] >> column % 2 * 16 & 0xffffu; };
         for (int lane = 0; lane < 32; lane++) {
             const int g = lane / 4, t = lane % 4;
             for (int i = 0; i < 4; i++) {
-                const int row0 = TRANSPOSED ? 2 * t : g, row1 = TRANSPOSED ? 2 * t + 1 : g;
+                const int row0 = 8 * i + (TRANSPOSED ? 2 * t : g), row1 = 8 * i + (TRANSPOSED ? 2 * t + 1 : g);
                 const int column0 = TRANSPOSED ? g : 2 * t, column1 = TRANSPOSED ? g : 2 * t + 1;
-                const unsigned first = lanes[8 * i + row0]->row[column0].bits;
-                lanes[lane]->r[i] = first | (unsigned)lanes[8 * i + row1]->row[column1].bits << 16;
+                lanes[lane]->r[i] = at(row0, column0) | at(row1, column1) << 16;
             }
         }
     }, "load_matrices");

@@ -42,7 +42,7 @@ __device__ inline Vec normalised(Vec x, float mean, float rstd) {
 // The sum over a row, which one warp has, or the whole block.
 __device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block_sum(x) : warp_sum(x); }
 
-// A row of a kernel: row n of inp, which one warp takes, or the whole block. A thread has loads of 16 numbers in flight.
+// A row of a kernel: row n of inp, which one warp takes, or the whole block. A thread loads 16 numbers at a time.
 // row: shared memory for the row, C floats, rounded up to a multiple of WIDTH. Each thread touches only its own floats.
 // norm0: a Norm, or a type with the same members that stores in its own way.
 //

@@ -2,7 +2,7 @@
 //   n = (x - mean) * rstd,  out0 = n * weight0 + shift0,  out1 = n * weight1 + shift1
 // Attention and MLP of a layer read the same stream, one out0 and the other out1 ("untied"), or both out0 ("tied").
 // rstd = 1 / sqrt(variance + eps). RMSNorm is the same with mean 0 and without shifts. norm.cuh has the forward pass.
-// In front of it, x = inp + dropout0(proj0) + dropout1(proj1). Without dropout the products add to the stream themselves.
+// In front of it, x = inp + dropout0(proj0) + dropout1(proj1). Without dropout the products add to the stream.
 // Backward: with g = weight0 * dout0 + weight1 * dout1,
 //   dx += rstd * (g - mean(g) - n * mean(g * n)), RMSNorm without mean(g);  dproj = dropout(dx);
 //   dweight += sum_rows(dout * n);  dshift += sum_rows(dout);  dbias += sum_rows(dproj)

@@ -31,6 +31,7 @@ BROKEN = {
 def main(precision: str) -> None:
     use_microscope(precision)
     found = {"races": {}, "broken": {}, "counts": [], "unplaced": [], "lines": {}, "outside": {}, "bytes": []}
+    found["flash"] = []  # each line of flash attention that accesses shared memory: function, passes of those needed
     needed = {path for path in FILES.values() if precision == "bf16" or not device.architecture_of(path)}
     device.current.device.compile_all(sorted(needed))  # on all cores
     races, launches = found["races"], launches_in(precision)
@@ -39,6 +40,8 @@ def main(precision: str) -> None:
             races.setdefault(one.kernel, []).extend(race_lines(one))
             found["counts"].append([name_of(name, precision), one.kernel, counts_of(one)])
             found["unplaced"] += [one.kernel for pc in np.unique(one.steps["pc"]) if not one.places[int(pc)].frames]
+            if name.startswith("flash_attention"):
+                found["flash"] += [[x.place.innermost(), x.worst] for x in lines_of(one) if one.arrays[x.array].shared]
             found["bytes"].append([f"{one.kernel} {precision}", one.least_bytes, *bytes_of_arrays(one)])
     device.current.device.multiprocessors = 1  # so each block takes several turns, in the same shared memory
     # In bf16 flash attention has other barriers than in fp32; the other kernels have the same.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import device
 from dev.hf.common import flat_parameters_of as flat_parameters_of
+from kernels.fp16 import products as fp16
 from kernels.matmul import transposes
 from llmc.model.tensors import Config, name_tensors
 from train_gpt2_fp32 import GPT2Config
@@ -216,6 +217,7 @@ class guarded:
     def __enter__(self):
         self.outer = device.scratch
         device.scratch = lambda purpose, shape, dtype: self._place(self._poison(shape, dtype), "scratch", purpose, 0)
+        fp16.held.clear()  # which is what earlier launchers left in scratch
         return self
 
     def __exit__(self, kind, value, traceback):

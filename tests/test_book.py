@@ -230,7 +230,7 @@ class Line(NamedTuple):
 
 
 def lines() -> Iterator:
-    for path in PAGES + ANSWERS:
+    for path in [DOC / "index.md", *PAGES, *ANSWERS]:
         for block in (block for block in blocks(path) if block.language == "sh"):
             rest = read(path).splitlines(keepends=True)[block.line - 1 + block.text.count("\n") :]
             behind = re.match(r"```\n\n```text\n(.*?)^```", "".join(rest), re.M | re.S)
@@ -407,6 +407,32 @@ def test_every_page_is_in_the_contents():
     for index, pages in (DOC / "index.md", BOOK), (DOC / "answers.md", ANSWERS):
         led_to = {source_of(index, link.target) for link in links(index)}
         assert [path for path in pages if path.parent == pages[0].parent and path not in led_to | {index}] == []
+
+
+def test_the_weekends_have_each_page_once_with_its_minutes():
+    """A minute is 100 words. A page that is edited may take ten minutes more or less than the index says."""
+    weekends = read(DOC / "index.md").partition("\n## A weekend\n")[2].partition("\n## ")[0]
+    minutes = {name: int(n) for name, n in re.findall(r"\]\((\d\d-[\w-]+\.md)\) (\d+)", weekends)}
+    assert sorted(minutes) == [page.name for page in PAGES] and weekends.count("](") - 1 == len(PAGES)
+    assert {name: n for name, n in minutes.items() if abs(n - len(read(DOC / name).split()) / 100) > 10} == {}
+
+
+def test_the_project_has_one_address():
+    """OWNER stands for its owner, whom nothing here knows: git grep 'OWNER.*/llm.cupy' finds each place."""
+    address = re.compile(
+        r"(https://(?:github\.com|codespaces\.new|colab\.research\.google\.com/github)/)([\w-]+)(/llm\.cupy)"
+        r"|(https://)([\w-]+)(\.github\.io/llm\.cupy/)"
+    )
+    files = [*TEXTS, ROOT / "CITATION.cff", ROOT / "notebooks/llm.cupy.ipynb", *(ROOT / ".github").rglob("*.yml")]
+    found = {path: list(address.finditer(read(path))) for path in files}
+    owners = {match[2] or match[5] for matches in found.values() for match in matches}
+    assert len(owners) == 1
+    named = {name_of(path): len(matches) for path, matches in found.items() if matches}
+    assert named == {
+        "README.md": 3, "doc/index.md": 2, "doc/set-up.md": 1, "CITATION.cff": 2, "notebooks/llm.cupy.ipynb": 1,
+        ".github/workflows/book.yml": 1,
+    }  # fmt: skip
+    assert f"/github/{owners.pop()}/llm.cupy/blob/main/notebooks/llm.cupy.ipynb)" in read(ROOT / "README.md")
 
 
 @pytest.mark.parametrize("path", BOOK, ids=name_of)

@@ -107,10 +107,10 @@ def test_a_cublas_without_products_of_fp8_for_this_gpu_is_told_in_one_line(statu
     lt = object.__new__(CublasLt)
     lt.library, lt.handle, lt.precision = Library(), None, "fp8"
     kind = 32, 16, 64, False, True
-    said = refusal(lt.plan, *kind, E4M3, device.BF16, None, 16, 0)
+    said = refusal(lt.plan, *kind, E4M3, device.BF16, 1, None, 16, 0)
     assert said == f"this cuBLAS does not multiply matrices of fp8 on this GPU ({why}): use --precision bf16"
     with pytest.raises(RuntimeError, match=why):
-        lt.plan(*kind, device.BF16, device.BF16, None, 16, 0)
+        lt.plan(*kind, device.BF16, device.BF16, 1, None, 16, 0)
 
 
 def test_algorithms_are_not_compared_by_a_result_of_zeros():
@@ -135,7 +135,7 @@ def test_algorithms_that_cublaslt_gives_with_a_bad_status_are_left_out():
 
     lt = object.__new__(CublasLt)
     lt.library, lt.handle, lt.precision = Library(), None, "bf16"
-    plan = lt.plan(32, 16, 64, False, True, device.BF16, device.BF16, None, 16, 0)
+    plan = lt.plan(32, 16, 64, False, True, device.BF16, device.BF16, 1, None, 16, 0)
     assert [algorithm.workspace for algorithm in plan.algorithms] == [0, 2]
 
 

@@ -22,11 +22,12 @@ MODEL, HALF = "gpt2_124M.bin", 1500
 pytestmark = pytest.mark.skipif(not (shutil.which("curl") and shutil.which("bash")), reason="needs bash and curl")
 
 
-def test_the_base_image_and_the_actions_are_pinned_and_the_workflow_may_only_read():
+def test_the_base_image_and_the_actions_are_pinned_and_no_workflow_may_change_the_repository():
     assert re.findall(r"^FROM \S+@sha256:[0-9a-f]{64}$", (ROOT / "Dockerfile").read_text(), re.M)
     for path in (ROOT / ".github" / "workflows").iterdir():
         text = path.read_text()
-        assert "\npermissions:\n  contents: read\n" in text
+        assert re.search(r"\n *permissions:\n *contents: read\n", text)
+        assert "contents: write" not in text and "write-all" not in text
         assert all(re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", used) for used in re.findall("uses: (.*)", text))
 
 

@@ -54,12 +54,23 @@ FAULTS = [
     ("softmax", "x.x[k] = s + k < length", "x.x[k] = s + k <= length", r"^H=2, T=37, .*: att\[0, 1\]: expected 0"),
     ("softmax", "new_largest = s + k < length ?", "new_largest = true ? 0.0f : s + k < length ?", "^H=2, T=40.* nan"),
     ("flash_forward", "for k, v in tiles", "for k, v in list(tiles)", r"^one tile: lse\[0\]: expected .*, got nan"),
+    ("flash_forward", "    largest, total = np.full(len(q), -np.inf), np.zeros(len(q))\n",
+     "    copies = [(k.copy(), v.copy()) for k, v in tiles]\n    tiles = [tuple(map(np.concatenate, zip(*copies)))]\n"
+     "    largest, total = np.full(len(q), -np.inf), np.zeros(len(q))\n",
+     r"^64 tiles of 16 keys: .* rows of 64 numbers in memory at a time: \d+, and 256 would do"),
     ("flash_backward", "(dout @ v.T - D[:, None])", "(dout @ v.T - (p * (dout @ v.T)).sum(1)[:, None])", "tiles: dq"),
     ("fragments", "lane % 4 + i // 2 * 4", "lane % 4 * 2 + i // 2", r"^a_at\(0, 2\): expected \(0, 4\), got \(0, 1\)"),
     ("adamw", "(sqrtf(v4.x[k] / correction2) + eps)", "sqrtf(v4.x[k] / correction2)", r"^step 1: params\[0\]"),
     ("tensor_cores", "a_at(row + g + 8, k + t),", "a_at(row + g, k + t + 4),", r"^M = 32, N = 16, .*: out\[8, 0\]:"),
     ("tensor_cores", "to_tf32(b[k * N + n])", "b[k * N + n]", r"K = 40, any numbers: out\[0, 0\]: expected"),
     ("swizzle", "tile[32 * 32]", "tile[32 * 36]", "bytes of shared memory: 4608, and 4096 would do"),
+    ("swizzle", "return 32 * row + 4 * (chunk ^ row % 8);", "return 36 * row + 4 * chunk;",
+     r"index \d+ is outside of the array, a 'float \[1024\]'"),
+    ("bf16_sum", "return 256 * 2.0 ** math.ceil(math.log2(term))",
+     "total = 0\n    while total != bf16(total + term): total = bf16(total + term)\n    return total",
+     "stops_at adds up in bf16, step by step: write a formula"),
+    ("bf16_sum", "    while len(x) > 1:\n        x = bf16(x[: len(x) // 2] + x[len(x) // 2 :])\n    return x[0]",
+     "    return bf16(x.astype(np.float64).sum())", "sum_in_bf16 adds in more than bf16"),
     ("bf16_sum", "math.ceil", "math.floor", r"stops_at\(1.5\): expected 512, got 256"),
     ("bf16_sum", "    while len(x) > 1:\n        x = bf16(x[: len(x) // 2] + x[len(x) // 2 :])\n    return x[0]",
      "    return np.float32(x.sum())", "sum_in_bf16, as bf16 has it: expected"),
@@ -73,11 +84,23 @@ FAULTS = [
     ("ring", "        send(parts[(rank - step + 1) % ranks])\n        parts[(rank - step) % ranks][...] = receive()",
      "        send(np.resize(parts[(rank - step + 1) % ranks], 9))\n        got = parts[(rank - step) % ranks]\n"
      "        got[...] = receive()[: got.size]", "numbers that rank 0 has sent: 20, and 4 would do"),
+    ("ring", "    parts = np.array_split(x, ranks)\n", "    x[...] = np.nan\n    return\n",
+     r"x\[0\]: expected .*, got nan"),
     ("flash_attention", "if (s0 < row0 + 16) q", "if (s0 < row0) q", r"^B=1, T=69, NH=2: out\[0, 0, 0, 0\]"),
     ("flash_attention", "SCALE = 0.125f;", "SCALE = 0.1255f;", "NH=2: the relative error of out: expected 0, got"),
     ("segments", "max(1, math.isqrt(len(layers)))", "1", r"^layers: 16: .*arrays in memory at a time: 17, and 11"),
     ("segments", "        x = forward(x)\n", "        forward(x)\n        x = forward(x)\n", "run forward: 3"),
     ("segments", "forward(inputs[-1])", "forward(inputs[0])", r"^layers: 16: the gradient of x\[\d+, \d+\]: expected"),
+    ("segments", "    every = max", "    dout *= 1 + 1e-12\n    every = max",
+     r"^layers: 1: dout, which may not change\["),
+    ("stages", "if i % steps > 0:", "if i % steps > 1:\n            yield 'finish', 0\n        if i % steps > 0:",
+     "products under way at a time: expected 2, got 1"),
+    ("stages", '        if i % steps > 0:\n            yield "finish", 1\n'
+     '            yield "arrive", (i - 1) % stages\n'
+     '        if i % steps == steps - 1:\n            yield "finish", 0\n            yield "arrive", i % stages\n',
+     '        if i % steps % 2 or i % steps == steps - 1:\n            yield "finish", 0\n'
+     '            for j in range(i - i % steps % 2, i + 1): yield "arrive", j % stages\n'
+     '        if i % steps == steps - 1:\n', "products under way at a time: expected 2, got 1"),
     ("stages", 'yield "wait", "empty", i % stages, 1 - i // stages % 2', "pass", r"producer does \('copy', \d\)"),
     ("stages", 'yield "wait", "full", i % stages, i // stages % 2', "pass", r"does \('start', 0\) too early"),
     ("stages", "1 - i // stages % 2", "i // stages % 2", "nobody can go on: producer at .'wait', 'empty', 0, 0"),
@@ -95,7 +118,12 @@ FAULTS = [
     ("one_byte", "2.0**-9, (8 + mantissa)", "2.0**-10, (8 + mantissa)", r"numbers_of\[1\] of 1: expected 0.001953125"),
     ("one_byte", "if np.isfinite(largest) else np.nan", "", "^largest number -inf: scale_of: expected nan, got inf"),
     ("one_byte", "np.round(", "np.floor(0.5 + ", r"^scale 1: quantize.* of 0.0009765625: expected 0"),
+    ("one_byte", "(numbers_of(a) @ numbers_of(b).T)", "(abs(numbers_of(a)) @ abs(numbers_of(b)).T)", r"^product\["),
     ("one_byte", "scale_a * scale_b * ", "scale_a * ", r"^product\[0, 0\]: expected"),
+    ("two_products", "load_matrices<true>", "load_matrices<false>", r"^q and v pick: .*out\[\d+, \d+, \d+\]: expected"),
+    ("two_products", "scores[e / 2][e % 2 * 2], scores[e / 2][e % 2 * 2 + 1]",
+     "scores[e % 2][e / 2 * 2], scores[e % 2][e / 2 * 2 + 1]", r"^q and v pick: .*out\[\d+, \d+, \d+\]: expected"),
+    ("two_products", "8 * (chunk ^ row % 8)", "8 * chunk", r"passes of an access to queries \(bank conflicts\): 8, "),
     # What does not run
     ("who_am_i", "threadIdx.x;\n}", "threadIdx.x\n}", r"line 10 does not compile: expected .*\n    10: who\[i\] ="),
     ("who_am_i", "(int* who)", "(int* who, int n)", "names and parameters must stay"),
@@ -108,9 +136,16 @@ FAULTS = [
     ("flash_forward", "return out /", "return out, out /", "has to return 2 results"),
 ]  # fmt: skip
 
-# A solved exercise that is changed and right nevertheless, and the remark that it gets.
+# A solved exercise that is changed and right nevertheless, and the remark that it gets, if any.
 REMARKS = [
-    ("race", "if (i == 0) out[r]", "__syncthreads();\n        if (i == 0) out[r]", r"^9 barriers a row; 8 are enough"),
+    ("race", "if (i == 0) out[r]", "__syncthreads();\n        if (i == 0) out[r]",
+     "^9 barriers per row; 8 are enough"),
+    ("one_byte", "-sizes, sizes)", "-sizes, sizes).astype(np.float32)", "^$"),
+    ("segments", "    return dout\n", "    return dout.astype(np.float32)\n", "^$"),
+    ("flash_attention", "    const Head head(out, lse, qkv, T, NH);\n",
+     "    const Head head(out, lse, qkv, T, NH);\n    volatile float sum = 0.0f;\n"
+     "    for (int i = 0; i < 4000 * T; i++) sum += head.q[i % 64];\n",
+     "^It loads so often .* Next: keep in registers"),
     ("flash_attention", "with_registers<true>", "with_registers<false>", r"^It moves 1.50 bytes .* 4.85 .*swizzle"),
 ]  # fmt: skip
 
@@ -240,6 +275,23 @@ def test_an_exercise_is_begun_refused_solved_and_never_overwritten(learner):
 
     work.write_text(wrong)
     assert re.search(r"7  Sectors .* open\n", learner()[1]), "it was right, but is not what was right"
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_the_microscope_shows_what_the_learners_kernel_does(learner, fault):
+    work = learner.work / BY_NAME["neighbours"].file
+    work.write_text(changed("neighbours", "tile[i - 1]", "x[at - 1]") if fault else whole(BY_NAME["neighbours"]))
+    status, text = learner("4")
+    assert status == fault and f"open {os.path.relpath(work.with_suffix('.html'))} in a browser" in text
+    assert '"neighbours_kernel"' in work.with_suffix(".html").read_text()
+
+
+def test_the_list_names_the_next_step_of_a_project_that_is_right_so_far(learner):
+    work = learner.work / BY_NAME["flash_attention"].file
+    work.write_text(changed("flash_attention", "with_registers<true>", "with_registers<false>"))
+    assert learner("24")[0] == 0 and re.search(r"24  Flash attention .* right, next: a swizzle\n", learner()[1])
+    work.write_text(whole(BY_NAME["flash_attention"]))
+    assert learner("24")[0] == 0 and re.search(r"24  Flash attention .* solved\n", learner()[1])
 
 
 @pytest.mark.parametrize(("name", "old", "new", "says"), [

@@ -218,7 +218,8 @@ def test_what_a_t4_runs_has_the_losses_that_this_gpu_has():
     """Kernels from PTX of compute capability 7.5, and the launchers' choices for it."""
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "LLMC_COMPUTE_CAPABILITY": "75"}
     command = [sys.executable, "-c", "import test_fp16; test_fp16.print_losses()"]
-    out = subprocess.run(command, env=env, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    found = json.loads(out.splitlines()[-1])
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
     device.use("cuda")
     assert found == {name: pytest.approx(losses, rel=1e-4) for name, losses in losses_on_a_t4().items()}

@@ -150,7 +150,8 @@ def test_a_models_gradients_are_as_good_as_by_the_recipe_of_torchao(dev, monkeyp
         monkeypatch.setitem(matmul.matmul_backward_inp.registry, QuantizedWeight, recipe.backward_inp)
         monkeypatch.setitem(matmul.matmul_backward_weight.registry, WeightGradient, recipe.backward_weight)
         theirs, _ = gradients("fp8", config)
-        assert error(found) < 1.2 * error(theirs), (error(found), error(theirs))
+        print(f"bf16 {error(in_bf16):.4f}, fp8 {error(found):.4f}, by torchao's recipe {error(theirs):.4f}")
+        assert error(found) < 1.2 * error(theirs)
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, replace(CONFIGS[2], tied_norm=False, parallel=False)], ids=name_of)

@@ -103,7 +103,7 @@ def watch_all(folder: str, these: str) -> None:
         cpp.compile_all([ladder.LADDER / f"{name}.cu" for name in names], *defines)
     rungs = {(name, rung.kernel): rung for name in TOPICS for rung in TOPICS[name].rungs if rung.in_file}
     for (name, kernel), rung in rungs.items():
-        if these == "all" or name != "matmul_hopper" or kernel == "store_kernel":
+        if these == "all" or name != "matmul_hopper" or kernel == "pingpong_kernel":
             for sizes in ladder.sizes_for(TOPICS[name], rung)[:-1]:
                 seen = []
                 compare(name, rung, sizes, lambda launch: seen.extend(ladder.watch(name, launch)))  # noqa: B023
@@ -113,6 +113,10 @@ def watch_all(folder: str, these: str) -> None:
     assert ladder.counts("copy", rungs["copy", "run_a_thread_kernel"]) == {"sectors": 8}
     assert ladder.counts("transpose", rungs["transpose", "tile_kernel"])["worst"] == 32
     assert ladder.counts("transpose", rungs["transpose", "padded_tile_kernel"])["worst"] == 1
+    # And ldmatrix: the eight rows of a matrix in the same banks, and swizzled.
+    with ladder.precision_of(name := "flash_attention_bf16"):
+        for kernel, mean in ("ldmatrix_kernel", 6.6), ("swizzled_kernel", 1):
+            assert round(ladder.counts(name, rungs[name, kernel])["mean"], 2) == mean
 
     original, ladder.LADDER = ladder.LADDER, Path(folder) / "doc" / "ladder"
     shutil.copytree(original, ladder.LADDER, dirs_exist_ok=True)
@@ -224,6 +228,15 @@ def test_a_gpu_without_tf32_climbs_what_it_can_and_says_what_the_rest_needs(clim
     (kept,) = ladder.kept_elsewhere()
     for rung in TOPICS["matmul"].rungs:
         assert kept["times"]["matmul"][rung.kernel] == ({"lacks": "needs 8.0"} if rung.tf32 else {"microseconds": 100})
+
+
+@pytest.mark.parametrize("M, N, K", [(261, 264, 264), (800, 8, 8), (600, 200, 136), (128, 384, 512)])
+def test_consumers_in_ping_pong_find_their_stages(M, N, K, monkeypatch):
+    """Of two blocks that make 6, 7, 10 and 2 tiles, through rings of 4 stages, which K takes 5, 1, 3 and 8 of."""
+    switch_device("cpu", monkeypatch)
+    monkeypatch.setattr(device.current.device, "multiprocessors", 2)
+    (rung,) = (rung for rung in TOPICS["matmul_hopper"].rungs if rung.kernel == "pingpong_kernel")
+    compare("matmul_hopper", rung, {"M": M, "N": N, "K": K}, lambda launch: launch())
 
 
 def test_a_product_stored_through_a_tensor_map_is_declared_to_be_written():

@@ -3,9 +3,11 @@
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import device
 from conftest import refusal
+from dev.scripts import model_kinds
 from llmc.data.batches import Batches
 from llmc.files.model_file import write_model
 from llmc.model import fp8
@@ -28,6 +30,7 @@ import numpy as np
 import pytest
 
 GIB = 1 << 30
+ROOT = Path(__file__).resolve().parents[1]
 QUANTIZED = [Llama3Config(64, 101, 2, 4, 2, 64, 80, tied=False), GPT2Config(64, 101, 2, 4, 64),
          PythiaConfig(64, 101, 2, 4, 64), Qwen3Config(64, 101, 2, 4, 2, 64, 80, head_size=128)]  # fmt: skip
 
@@ -275,3 +278,34 @@ def test_a_gpu_has_less_memory_by_what_the_table_says(dev):
     used, said = free - dev.memory()[0], sum(training_sizes(GPT2, config, Plan(4, 1024, "softmax")).values())
     assert abs(used - said) <= max(0.02 * said, 200 << 20), (used >> 20, said >> 20)
     assert small.model is not training.model
+
+
+def test_the_tables_of_the_pages_are_what_a_dry_run_computes(capsys):
+    """What training takes in README.md, and in doc/what-fits.md the largest -b of a card."""
+    kinds = {preset: kind for kind in model_kinds() for preset in kind.Config.PRESETS}
+
+    def computed(preset: str, row: str, *flags: str) -> str:
+        flags = ("--dry-run", "--device", "cpu", "-e", preset, "-t", "1024", *flags)
+        dry_run(kinds[preset], parse_arguments(kinds[preset].Config, flags))
+        return re.search(rf"^\| {row} +\| (.*?) +\|$", capsys.readouterr().out, re.M)[1]
+
+    table = dict(re.findall(r"^\| .*: `([\w.-]+)` \| (.*) \|$", (ROOT / "README.md").read_text(), re.M))
+    assert {kinds[preset] for preset in table} == set(kinds.values())
+    columns = [[precision] for precision in ("fp32", "tf32", "fp16", "bf16", "fp8")]
+    columns.append(["bf16", "--recompute", "1", "--offload", "1"])
+    for preset in table:
+        sizes = [computed(preset, "in all, on the GPU", "-b", "1", "--precision", *flags) for flags in columns]
+        assert table[preset] == " | ".join(f"{int(size.split()[0]) / 1024:.1f}" for size in sizes), preset
+
+    presets = {
+        "GPT-2 124M": "d12", "GPT-2 1.6B": "d48", "Llama 3.2 1B": "llama3.2-1b", "Llama 3.2 3B": "llama3.2-3b",
+        "Llama 3.1 8B": "llama3.1-8b", "Qwen3-1.7B": "qwen3-1.7b", "Qwen3-4B": "qwen3-4b", "Qwen3-8B": "qwen3-8b",
+    }  # fmt: skip
+    text = (ROOT / "doc" / "what-fits.md").read_text()
+    for card, plain, both in re.findall(r"^\| \d+ GiB: ([\d,]+) MiB \| (.*) \| (.*) \|$", text, re.M):
+        for row, cell in ("-b, no flag", plain), ("-b, with both", both):
+            for name, largest in re.findall(r"([A-Z][^:,]+): (\d+)", cell):
+                memory_flag = f"--memory={card.replace(',', '')}MiB"
+                said = computed(presets[name], row, "--precision", "bf16", memory_flag)
+                assert said.endswith(f"with --logit-rows 1024 {largest}"), (card, name, row)
+    device.use_precision("fp32")

@@ -30,7 +30,7 @@ def runs() -> dict:
 
     with ThreadPoolExecutor() as pool:
         fp32, bf16 = pool.map(look, ["fp32", "bf16"])
-    of_both = {key: fp32[key] + bf16[key] for key in ("counts", "unplaced", "bytes")}
+    of_both = {key: fp32[key] + bf16[key] for key in ("counts", "unplaced", "bytes", "flash")}
     return {**fp32, **of_both, "races": {"fp32": fp32["races"], "bf16": bf16["races"]}}
 
 
@@ -53,6 +53,11 @@ def test_the_profile_counts_no_more_bytes_than_a_kernel_touches_and_by_its_rule_
     assert len(runs["bytes"]) > 100
     assert [row for row in runs["bytes"] if row[1] > row[2]] == []
     assert [row for row in runs["bytes"] if row[3] not in (None, row[1])] == []
+
+
+def test_no_access_of_flash_attention_to_shared_memory_has_a_conflict_and_ldmatrix_is_one(runs):
+    assert {worst for _, worst in runs["flash"]} == {1.0}
+    assert any("load_matrices" in function for function, _ in runs["flash"])
 
 
 def test_every_access_has_a_line(runs):

@@ -13,7 +13,7 @@ import device
 from dev.microscope.launches import LAUNCHES
 from device.errors import UserError
 from device.sources import programmatic_kernels
-from kernels import layernorm
+from kernels import flash_attention, layernorm
 
 import pytest
 
@@ -122,6 +122,15 @@ def test_every_kernel_compiles_fits_the_gpu_and_waits_before_it_touches_what_oth
         (kernel, access) for kernel, accesses in early.items() for access in accesses
         if not access.startswith(MAY_READ.get(kernel, "nothing"))
     }  # fmt: skip
+
+
+def test_two_blocks_of_attentions_backward_pass_fit_where_a_multiprocessor_has_100_kib(pytestconfig):
+    """In bf16, on compute capability 8.6, 8.9 and 12.0. There it keeps 1 KiB of shared memory for each block."""
+    path = flash_attention.cu.path
+    static = {kernel: size for kernel, (*_, size, _) in compiled(path, 90, "bf16", pytestconfig.cache).items()}
+    asked = dynamic_shared_memory(86, "bf16")
+    backward = {kernel: static[kernel] + asked[path, kernel] for kernel in static if "backward" in kernel}
+    assert len(backward) == 4 and all(2 * (size + 1024) <= 100 << 10 for size in backward.values()), backward
 
 
 def test_a_launch_that_needs_more_shared_memory_than_the_gpu_has_is_seen(monkeypatch):

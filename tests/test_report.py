@@ -81,6 +81,7 @@ def test_a_step_of_a_known_gpu_shows_its_model_flops_utilisation_and_the_help_sa
     text = " ".join(make_parser(GPT2Config).format_help().split())
     assert "model FLOPs utilisation (MFU)" in text and "6 N + 12 L NH HS T" in text
     sentences = text[text.index("(MFU)") :]
-    assert peaks.TIMES_TF32.keys() == {"tf32", "bf16", "fp8"} and "in the precision that the line names" in sentences
-    assert all(name in sentences for name in ("TF32", "bf16", "fp8"))  # in fp8 of a peak that no run can reach
+    assert peaks.TIMES_TF32.keys() == {"tf32", "bf16", "fp16", "fp8"}
+    assert "in the precision that the line names" in sentences
+    assert all(name in sentences for name in ("TF32", "bf16", "fp16", "fp8"))  # in fp8 of a peak that no run can reach
     assert "twice the peak in bf16" in sentences and peaks.TIMES_TF32["fp8"] == 2 * peaks.TIMES_TF32["bf16"]

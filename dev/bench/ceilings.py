@@ -38,21 +38,24 @@ def seconds(work: Callable[[], None], calls: int = 10, rounds: int = 5, record: 
 
 
 def random_array(length: int):
-    """Random numbers of the type `floatX`, the same million over and over: normal ones take the host seconds a
-    billion."""
+    """Random factors of a product, the same million over and over: normal ones take the host seconds a billion."""
     values = np.random.default_rng(1).standard_normal(1 << 20, dtype=np.float32)
-    return device.asarray(np.resize(device.to_floatX(values), length))
+    values = values.astype(np.float16) if device.precision == "fp16" else device.to_floatX(values)
+    return device.asarray(np.resize(values, length))
 
 
 def product_seconds(m: int, n: int, k: int, dtype: np.dtype | None = None) -> float:
-    """A product of (m, k) and (k, n) on random numbers of the type `floatX`, to numbers of this type (floatX); on a GPU
-    in the fastest of the four layouts that it might take, on the CPU they make little difference."""
+    """A product of (m, k) and (k, n) on random numbers, of the type `floatX` or fp16, to numbers of this type (floatX);
+    on a GPU in the fastest of the four layouts that it might take, on the CPU they make little difference."""
     a, b, c = random_array(m * k), random_array(k * n), device.empty((m * n,), dtype or device.floatX)
+    scales = {}
+    if device.precision == "fp16":
+        scales = dict.fromkeys(("scale_a", "scale_b"), device.asarray(np.ones(2, np.float32)))
     if device.kind == "cpu":
-        return seconds(lambda: device.gemm(c, a, b, m, n, k, False, True), calls=1, rounds=3)
+        return seconds(lambda: device.gemm(c, a, b, m, n, k, False, True, **scales), calls=1, rounds=3)
     calls = max(1, min(20, round(4e11 / (2 * m * n * k))))
     return min(
-        seconds(lambda: device.gemm(c, a, b, m, n, k, trans_a, trans_b), calls, 3)  # noqa: B023
+        seconds(lambda: device.gemm(c, a, b, m, n, k, trans_a, trans_b, **scales), calls, 3)  # noqa: B023
         for trans_a in (False, True) for trans_b in (False, True)
     )  # fmt: skip
 

@@ -116,11 +116,14 @@ def counts_of(watched: Watched) -> dict[str, int]:
     """The same counters of a launch under the microscope."""
     steps = watched.steps[watched.steps["array"] >= 0]
     shared = np.array([array.shared for array in watched.arrays])[steps["array"]]
-    # cp.async (copy_four and copy_one of async_copy.cuh) stores to shared memory here, but is no store for ncu.
-    copying = [pc for pc, place in watched.places.items() if "copy_" in place.innermost()]
-    copies = shared & np.isin(steps["pc"], copying)
+    # cp.async (copy_four and copy_one of async_copy.cuh) stores to shared memory here, and ldmatrix (load_matrices of
+    # mma.cuh) loads from it, but for ncu they are no stores and no loads.
+    copies, matrices = (
+        shared & np.isin(steps["pc"], [pc for pc, place in watched.places.items() if name in place.innermost()])
+        for name in ("copy_", "load_matrices")
+    )
     counts = {"copies to shared memory": int(copies.sum())}
-    steps, shared = steps[~copies], shared[~copies]
+    steps, shared = steps[~copies & ~matrices], shared[~copies & ~matrices]
     for name, kind in ("load", LOAD), ("store", STORE):
         mine = steps[~shared & (steps["kind"] == kind)]
         counts[f"global {name} requests"] = len(mine)

@@ -23,6 +23,7 @@ from llmc.files.files import replacing
 
 import numpy as np
 
+ROOT = Path(__file__).resolve().parents[2]
 MOST_STEPS = 20_000  # of a launch on the page
 
 
@@ -77,7 +78,7 @@ def table(watched: Watched) -> str:
     """A kernel's figures as text."""
     threads = int(np.prod(watched.block))
     warps = -(-threads // LANES)
-    out = [f"{watched.kernel}: grid {watched.grid}, block {watched.block}, {warps} warp{'s' * (warps > 1)} a block"]
+    out = [f"{watched.kernel}: grid {watched.grid}, block {watched.block}, {warps} warp{'s' * (warps > 1)} per block"]
     rows = [("line", "access", "array", "warps", "lanes", "bytes", "sectors", "used", "conflicts")]
     for line in lines_of(watched):
         array = watched.arrays[line.array]
@@ -174,7 +175,9 @@ def page_of(watched: Watched) -> dict:
     lane i, else one for each lane that takes part. There are MOST_STEPS at most, of the first blocks.
     """
     lines, waits = list(lines_of(watched)), list(waits_of(watched))
-    files = [watched.file, *sorted({watched.file.parent / p.file for p in watched.places.values()} - {watched.file})]
+    names = {place.file for place in watched.places.values()} - {watched.file.name}
+    folders = watched.file.parent, ROOT / "kernels", ROOT / "doc" / "ladder"  # the latter for exercises
+    files = [watched.file, *(next(f / name for f in folders if (f / name).exists()) for name in sorted(names))]
     number = {file.name: i for i, file in enumerate(files)}
     of_access = {(x.place.file, x.place.line, x.kind, x.array, x.size): i for i, x in enumerate(lines)}
     of_wait = {(place.file, place.line, what): i for i, (place, what, _, _) in enumerate(waits)}

@@ -30,8 +30,8 @@ def triangle(figure: Figure, x0: int, y0: int, by_query: bool) -> None:
 def draw() -> str:
     left, right, top = 82, 436, 92
     figure = Figure(right + SIDE + 14, top + SIDE + 126, "The triangle of causal tiles, and the order of its blocks")
-    figure.text(left, 26, f"forward and dq: {WARPS * ROWS} queries a block", 15, bold=True)
-    figure.text(right, 26, f"dk and dv: {WARPS * ROWS} keys a block", 15, bold=True)
+    figure.text(left, 26, f"forward and dq: {WARPS * ROWS} queries per block", 15, bold=True)
+    figure.text(right, 26, f"dk and dv: {WARPS * ROWS} keys per block", 15, bold=True)
     figure.text(left + SIDE / 2, top - 10, f"keys 0 … {T - 1}", 13, "middle", "faint")
     figure.text(right + SIDE / 2, top - 30, f"keys 0 … {T - 1}", 13, "middle", "faint")
     triangle(figure, left, top, True)
@@ -45,8 +45,8 @@ def draw() -> str:
     y = top + SIDE + 46
     figure.lines(left, y, 20, (
         "y: blockIdx.y. Blocks start in this order, those with the most tiles first; how many",
-        f"tiles a block streams stands at its end. A square is a tile, {ROWS} queries by {ROWS} keys:",
-        "one warp's work between two barriers.",
+        f"tiles a block streams stands at its end. In TF32 a square is a tile, {ROWS} queries by",
+        f"{ROWS} keys: one warp's work between two barriers. In bf16 a tile has {2 * ROWS} keys: two squares.",
     ))  # fmt: skip
     says = "on the diagonal: the only tiles in which queries and keys are compared"
     figure.key(left, y + 56, "b", says, 14, 14)

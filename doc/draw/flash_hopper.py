@@ -5,7 +5,7 @@ from doc.draw.figure import Figure
 X, HEIGHT = 132, 34
 SCORES, SOFTMAX, SUM = 56, 96, 76  # how long each takes, in pixels
 STEP = SCORES + SOFTMAX
-LATER = STEP // 2  # the second warpgroup runs this far behind the first
+LATER = STEP // 2  # the first warpgroup runs this far behind the second
 
 
 def draw() -> str:
@@ -21,18 +21,22 @@ def draw() -> str:
     for i in range(5):
         piece(X + 130 * i, "producer", 64, "a", f"k of {4 - i}")
         piece(X + 130 * i + 65, "producer", 64, "b", f"v of {4 - i}")
-    for group in range(2):
-        for i in range(4):
-            x, tile = X + 66 + LATER * group + STEP * i, 4 - i
-            down = 17 * group
+    for group, first, begin, turns in (0, 3, X + 66 + LATER, 3), (1, 4, X + 66, 4):
+        down = 17 * group
+        for i in range(turns):
+            x, tile = begin + STEP * i, first - i
             piece(x, "tensor cores", SCORES, "d", f"qk {tile}", down, 16)
             if i:
                 piece(x + SCORES, "tensor cores", SUM, "c", f"pv {tile + 1}", down, 16)
             piece(x, f"warpgroup {group}", SCORES, "f", "waits")
             piece(x + SCORES, f"warpgroup {group}", SOFTMAX, "e", f"exponentials {tile}")
-    figure.text(X, 22, "time, with the tile on the diagonal, 4, first", 13, colour="faint")
+        figure.text(begin + STEP * turns + 10, rows[f"warpgroup {group}"] + 22, "…", 14)
+        figure.text(begin + STEP * turns + 10, rows["tensor cores"] + down + 12, "…", 14)
+    piece(X + 66, "warpgroup 0", LATER, "f", "skips 4")
+    says = "time: the tile on the diagonal first, 4 for warpgroup 1 and 3 for warpgroup 0"
+    figure.text(X, 22, says, 13, colour="faint")
     figure.lines(12, 252, 22, (
-        "qk: scores of a tile. pv: p times the values of the tile before, which begins right behind the scores.",
+        "qk: scores of a tile. pv: p times the values of the tile before, which begins right after the scores.",
         "A warpgroup waits for its scores alone. While it computes exponentials, the tensor cores work on its pv,",
         "and on the products of the other warpgroup, whose tiles are at another place of the ring.",
         "The producer asks for a tile as soon as all warpgroups have read the tile that lies there.",

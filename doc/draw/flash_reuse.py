@@ -1,4 +1,4 @@
-"""How many products of the tensor core one ldmatrix of keys serves: with 16 queries a warp, and with 32."""
+"""How many products of the tensor core one ldmatrix of keys serves: with 16 queries per warp, and with 32."""
 
 from doc.draw.figure import Figure
 
@@ -6,10 +6,10 @@ TOP = 30
 
 
 def draw() -> str:
-    figure = Figure(880, 330, "Loads and products: 16 queries a warp, and 32")
+    figure = Figure(880, 330, "Loads and products: 16 queries per warp, and 32")
     for x, title, groups, says in (
-        (20, "16 queries a warp", 1, "one ldmatrix, four passes, for two products"),
-        (460, "32 queries a warp", 2, "one ldmatrix, four passes, for four products"),
+        (20, "16 queries per warp", 1, "one ldmatrix, four passes, for two products"),
+        (460, "32 queries per warp", 2, "one ldmatrix, four passes, for four products"),
     ):
         figure.text(x, TOP, title, 15, bold=True)
         figure.text(x, TOP + 30, "16 keys, 16 channels: four matrices of 8 x 8", 13, colour="faint")
@@ -19,7 +19,11 @@ def draw() -> str:
         for product in range(2):
             for group in range(groups):
                 left, top = x + 62 + 124 * product - 46, TOP + 126 + 62 * group
-                figure.line(left + 46, top - 42 if group == 0 else top - 16, left + 46, top - 4, "faint", arrow=True)
+                if group:  # past the first group's box, also from the ldmatrix
+                    figure.line(left + 100, TOP + 84, left + 100, top + 22, "faint")
+                    figure.line(left + 100, top + 22, left + 93, top + 22, "faint", arrow=True)
+                else:
+                    figure.line(left + 46, top - 42, left + 46, top - 4, "faint", arrow=True)
                 figure.box(left, top, 92, 44, "c", f"mma {1 + product + 2 * group}", 14, 27, edge="ink")
         for group in range(groups):
             figure.text(x + 262, TOP + 153 + 62 * group, f"queries {16 * group} to {16 * group + 15}", 13)

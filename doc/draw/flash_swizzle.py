@@ -1,9 +1,8 @@
 """The swizzle of the ladder: where eight rows of a tile have their chunks, and which lanes meet in which banks."""
 
 from doc.draw.figure import Figure
-from doc.draw.rung import rung_figure
 
-SIDE, TOP = 46, 86
+SIDE, TOP = 46, 30
 
 
 def grid(figure: Figure, x: int, title: str, swizzled: bool, says: str) -> None:
@@ -21,7 +20,7 @@ def grid(figure: Figure, x: int, title: str, swizzled: bool, says: str) -> None:
 
 def draw() -> str:
     shows = "A tile's chunks in their places, and swizzled"
-    figure = rung_figure("flash_attention_bf16", "swizzled_kernel", 830, 528, shows)
-    grid(figure, 20, "Rows as they are", False, "eight rows in the same four banks: eight passes")
+    figure = Figure(830, 472, shows)
+    grid(figure, 20, "Rows as they are, in banks 0-31", False, "eight rows in the same four banks: eight passes")
     grid(figure, 440, "Chunk c of row r where c xor r would be", True, "eight rows in eight fours of banks: one pass")
     return figure.svg()

@@ -48,8 +48,8 @@ def ring_of_stages() -> str:
 
 def cluster_of_two() -> str:
     figure = Figure(900, 312, "Two blocks, one above the other, share the columns of b")
-    figure.text(20, 24, "Each by itself: 48 KiB a stage from L2", 16, bold=True)
-    figure.text(470, 24, "A cluster: 32 KiB a block", 16, bold=True)
+    figure.text(20, 24, "Each by itself: 48 KiB per stage from L2", 16, bold=True)
+    figure.text(470, 24, "A cluster: 32 KiB per block", 16, bold=True)
     for x, cluster in (20, False), (470, True):
         figure.text(x, 58, "L2", 14, bold=True)
         figure.text(x, 212, "shared", 14, bold=True)
@@ -63,6 +63,8 @@ def cluster_of_two() -> str:
             for half in range(2):
                 figure.box(left + 54 + 42 * half, 200, 42, 34, "b", f"b{half}", 14, 22, edge="ink")
             figure.text(left + 69, 253, f"block {block}", 13, "middle")
+        for block in range(2):  # above the boxes
+            left = x + 84 + 170 * block
             figure.line(left + 22, 80, left + 22, 196, arrow=True)
             if not cluster:
                 figure.line(left + 82, 80, left + 82, 196, arrow=True)
@@ -77,27 +79,29 @@ def cluster_of_two() -> str:
 
 def tile_orders() -> str:
     """The 132 tiles of 128 x 256 that are made at a time, of 64 x 32, in both orders; the first rows of c."""
-    shown, across, at_work, side = 20, 32, 132, 6  # rows
-    figure = Figure(900, 210, "Which tiles of c are made at the same time")
+    shown, across, at_work, side = 18, 32, 132, 12  # rows
+    below = shown * side + 92
+    figure = Figure(900, 2 * below, "Which tiles of c are made at the same time")
     orders = {
         "Row by row": lambda i: (i // across, i % across),
         "In groups of 16 rows": lambda i: (i // (16 * across) * 16 + i % 16, i % (16 * across) // 16),
     }
-    for x, (words, place) in zip((20, 470), orders.items(), strict=True):
+    for y, (words, place) in zip((0, below), orders.items(), strict=True):
         tiles = [place(i) for i in range(at_work)]
         rows, columns = ({tile[axis] for tile in tiles} for axis in range(2))
-        figure.text(x, 24, words, 16, bold=True)
-        figure.rect(x + 40, 54, across * side * 2, shown * side, "f")
-        for row, column in tiles:
-            figure.rect(x + 40 + column * side * 2, 54 + row * side, side * 2 - 1, side - 1, "c")
-        for row in rows:
-            figure.rect(x + 26, 54 + row * side, 8, side - 1, "a")
-        for column in columns:
-            figure.rect(x + 40 + column * side * 2, 40, side * 2 - 1, 8, "b")
-        figure.text(x + 4, 60, "a", 14)
-        figure.text(x + 26, 48, "b", 14)
         numbers = len(rows) * 128 + len(columns) * 256
-        figure.text(x, 200, f"{len(rows)} x 128 rows of a, {len(columns)} x 256 columns of b: {numbers:,}", 14)
+        figure.text(20, y + 24, f"{words}: {numbers:,} numbers of a and b at a time", 16, bold=True)
+        figure.rect(60, y + 54, across * side * 2, shown * side, "f")
+        for row, column in tiles:
+            figure.rect(60 + column * side * 2, y + 54 + row * side, side * 2 - 1, side - 1, "c")
+        for row in rows:
+            figure.rect(46, y + 54 + row * side, 8, side - 1, "a")
+        for column in columns:
+            figure.rect(60 + column * side * 2, y + 40, side * 2 - 1, 8, "b")
+        figure.text(28, y + 65, "a", 14)
+        figure.text(46, y + 48, "b", 14)
+        end = y + 54 + shown * side + 20
+        figure.text(60, end, f"{len(rows)} x 128 rows of a, {len(columns)} x 256 columns of b", 14)
     return figure.svg()
 
 

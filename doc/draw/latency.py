@@ -23,7 +23,7 @@ def draw() -> str:
         beside = ns < longest / 2
         figure.text(LEFT + BAR * ns / longest + (8 if beside else -8), y + 21, f"{ns:.0f} ns", 15,
                     "start" if beside else "end")  # fmt: skip
-    figure.text(X - 40, 26, "A copy, 16 bytes a thread", 16, bold=True)
+    figure.text(X - 40, 26, "A copy, 16 bytes per thread", 16, bold=True)
     for speed in range(0, MOST, 1000):
         y = Y + H - H * speed / MOST
         figure.line(X, y, X + W, y, "rule")

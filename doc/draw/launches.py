@@ -12,7 +12,7 @@ from kernels import gelu, layernorm, matmul, reduce
 
 import numpy as np
 
-MULTIPROCESSORS, SHARED_MEMORY = 132, 232448  # an H200's, the latter in bytes a block
+MULTIPROCESSORS, SHARED_MEMORY = 132, 232448  # an H200's, the latter in bytes per block
 
 
 class Recorder(Source):

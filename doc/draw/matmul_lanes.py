@@ -29,5 +29,5 @@ def draw() -> str:
     block(figure, 450, "Warp tiles: a warp has 64 x 32", 64, 32, tile,
           ["lanes 0 to 3 have four squares of 4 x 4 each", "a step of k needs 64 numbers of a, 32 of b",
            "columns of lanes are 4 apart: no two meet",
-           "64 sums a lane stay in registers, as before"])  # fmt: skip
+           "64 sums per lane stay in registers, as before"])  # fmt: skip
     return figure.svg()

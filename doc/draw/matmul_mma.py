@@ -22,7 +22,7 @@ def draw() -> str:
         "A warp has 64 x 32 elements of c: 4 x 4 results of mma.", "For 8 numbers of K it loads four fragments of a",
         "(16 x 8, blue) and four of b (8 x 8, orange).", "Each pair of them is one instruction (red):",
         "16 x 8 x 8 = 1024 multiplications.", "", "Without tensor cores the same 8 numbers of K take the warp",
-        "64 x 32 x 8 / 32 = 512 instructions. Now they take 16.", "Loads: 24 numbers a lane for 16 instructions,",
+        "64 x 32 x 8 / 32 = 512 instructions. Now they take 16.", "Loads: 24 numbers per lane for 16 instructions,",
         "since a lane holds 4 of each fragment of a and 2 of b.",
         "In registers a lane keeps 64 sums. All wait for the", "next tiles while nobody multiplies.",
     ))  # fmt: skip

@@ -24,6 +24,6 @@ def draw() -> str:
         "from device memory into shared memory (blue).", "Then each thread takes a row of the one and a",
         "column of the other (red) for its element.", "Then come the tiles of step 2.", "",
         "Each number of a tile is read once from device", "memory and 32 times from shared memory.",
-        "A thread keeps one sum in a register.", "All 1024 threads wait at two barriers a step.",
+        "A thread keeps one sum in a register.", "All 1024 threads wait at two barriers per step.",
     ))  # fmt: skip
     return figure.svg()

@@ -24,7 +24,7 @@ def naive() -> str:
          ("c", (0, 8, 32, SECTOR), (0, 10, 32, 1))],
         moves="a: 32 numbers from 32 sectors, 1024 bytes. b: one number for all lanes. At the end c: 32 numbers to "
         "32 sectors.",
-        stays="One sum a lane.",
+        stays="One sum per lane.",
         waits="Each multiplication waits for two loads from device memory, or from a cache.",
     )  # fmt: skip
 
@@ -36,7 +36,7 @@ def coalesced() -> str:
          ("c", (3, 0, 1, 32), (3, 0, 1, 32))],
         moves="a: one number for all lanes. b: 32 neighbours from 4 sectors, 128 bytes. At the end c: 32 numbers to "
         "4 sectors.",
-        stays="One sum a lane, as before.",
+        stays="One sum per lane, as before.",
         waits="Each multiplication still waits for two loads. But both together touch 5 sectors, and 33 before.",
     )  # fmt: skip
 

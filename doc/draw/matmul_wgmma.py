@@ -18,7 +18,7 @@ def draw() -> str:
         levels.move(45, DEVICE, SHARED, "tiles")
         levels.box(SHARED, 12, "a, b", "a", 66)
         if x == 20:
-            levels.move(45, SHARED, REGISTERS, "24 loads a lane")
+            levels.move(45, SHARED, REGISTERS, "24 loads per lane")
             levels.box(REGISTERS, 12, "fragments", "a", 84)
             levels.box(REGISTERS, 112, "mma", "d", 56)
         else:

@@ -37,8 +37,10 @@ def draw() -> str:
                 x = LEFT + SCALE * end
                 figure.line(x - 3, y + HIGH + 1, x + 2, y + ROW - 2, "ink", 1.2, arrow=True)
             elif i + 2 < PIECES:  # a fetch waits for a store
-                x = LEFT + SCALE * at["fetch"][i + 2][0] + 6
-                figure.line(LEFT + SCALE * end, y - 1, x, TOP + HIGH + 3, "faint", 1.2, dashed=True, arrow=True)
+                x, beside = LEFT + SCALE * end, LEFT + SCALE * end + 34  # beside the box of the update in between
+                up = (x, y - 1), (beside, TOP + ROW + HIGH + 14), (beside, TOP + ROW - 14), (x + 8, TOP + HIGH + 3)
+                for j in range(3):
+                    figure.line(*up[j], *up[j + 1], "faint", 1.2, dashed=True, arrow=j == 2)
     y = TOP + 3 * ROW + 6
     for i, words in enumerate(("in the first buffer", "in the second")):
         figure.key(LEFT + 180 * i, y, "ab"[i], words)

@@ -28,6 +28,10 @@ def spacing(figure: Figure) -> None:
         figure.text(LEFT + (number - 1) / 3 * (RIGHT - LEFT), 182, str(number), 14, "middle")
 
 
+def power_of_two(power: int) -> str:
+    return "2" + str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
 def x_of(power: float) -> float:
     return LEFT + (power - FIRST) / (LAST - FIRST) * (RIGHT - LEFT)
 
@@ -59,14 +63,14 @@ def scaling(figure: Figure) -> None:
         bell(figure, base, TYPICAL - scale, "c")
         figure.line(x_of(TYPICAL + 3), base - 30, x_of(TYPICAL - scale - (7 if i else 8)), base - 30, arrow=True)
         middle = x_of(TYPICAL - 2 - scale / 2)
-        figure.text(middle, base - 38, f"divided by 2^{scale}", 13, "middle")
+        figure.text(middle, base - 38, f"divided by {power_of_two(scale)}", 13, "middle")
         if highest == OUTLIER:
             for power, colour in (OUTLIER, "e"), (OUTLIER - scale, "c"):
                 figure.dot(x_of(power), base - 6, 5, colour)
                 figure.text(x_of(power) + 9, base - 6, "the outlier", 13)
         figure.text(LEFT, base + 20, words, 14)
     for power in range(FIRST, LAST + 1, 10):
-        figure.text(x_of(power), 552, f"2^{power}", 14, "middle")
+        figure.text(x_of(power), 552, power_of_two(power), 14, "middle")
 
 
 def draw() -> str:

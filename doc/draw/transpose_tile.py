@@ -19,7 +19,7 @@ def draw() -> str:
     matrix(figure, 404, TOP, "out", row=5)
     account(figure, 530, TOP, 43, "4 sectors read, 4 sectors written; in between the number goes through shared "
     "memory.",
-            "One number a lane, twice for a short time.",
+            "One number per lane, twice for a short time.",
             "The 32 numbers of a column lie in one bank, so a load from the tile takes 32 passes. "
             "And all threads wait at the barrier.")  # fmt: skip
     return figure.svg()

@@ -9,7 +9,7 @@ SHOWN = 6
 
 
 def draw() -> str:
-    figure = Figure(880, 396, "A column sum in two stages")
+    figure = Figure(880, 420, "A column sum in two stages")
     launches, rows = launched(column_sum, None, None, N, C), rows_per_chunk(N, multiple=8)
     (_, chunks), _ = launches["column_partials"]
     (blocks, _), (across, down) = launches["add_partials"]
@@ -32,5 +32,7 @@ def draw() -> str:
     figure.text(20, y + 41, f"of its chunk, {rows} rows, from above to below.", 14)
     figure.text(400, y + 22, f"Second: {blocks} blocks of {across} columns and {down} lanes over", 14)
     figure.text(400, y + 41, f"p. Lane y takes p = y, y + {down}, … in order; then", 14)
-    figure.text(400, y + 60, f"one thread a column adds {down} sums, 0 to {down - 1}.", 14)
+    lanes = 32 // across  # of a warp, that have the same column
+    figure.text(400, y + 60, f"shuffles add up a warp's {lanes} lanes of a column, and", 14)
+    figure.text(400, y + 79, f"one thread per column adds the {down // lanes} warps' sums.", 14)
     return figure.svg()

@@ -12,11 +12,11 @@ TOP = 56
 def draw() -> str:
     figure = Figure(3 * WIDTH, 2 * HIGH + 34, "Six ways to divide a step among three ranks")
     panels = (
-        ("ZeRO 1 and 2", "each its sequences, all weights", "rows", "whole"),
+        ("ZeRO 1 and 2", "all weights; strips: AdamW's state", "rows", "state"),
         ("ZeRO 3", "weights come and go, layer by layer", "rows", "stored"),
         ("Tensor", "each a part of every matrix", "whole", "parts"),
         ("Pipeline", "each some layers", "whole", "layers"),
-        ("Sequence", "each its positions of every sequence", "columns", "whole"),
+        ("Context", "each its positions of every sequence", "columns", "whole"),
         ("Expert", "tokens go to their experts", "rows", "experts"),
     )
     for i, (name, words, tokens, weights) in enumerate(panels):
@@ -45,10 +45,12 @@ def draw_tokens(figure: Figure, x: float, y: float, how: str) -> None:
 def draw_layer(figure: Figure, x: float, y: float, how: str, layer: int) -> None:
     """The two matrices of a layer: wide for (C, H), and narrow for (H, C)."""
     for matrix, (left, top, width, height) in enumerate(((x, y + 6, H, C - 12), (x + H + 20, y, C, C))):
-        if how in ("whole", "layers"):
+        if how in ("whole", "state", "layers"):
             figure.rect(left, top, width, height, RANKS[layer] if how == "layers" else "f", "rule")
         for r, colour in enumerate(RANKS):
-            if how == "experts":
+            if how == "state":
+                figure.rect(left + r * width / 3, top + height + 1, width / 3, 5, colour, "rule")
+            elif how == "experts":
                 figure.rect(left, top + r * height / 3, width, height / 3 - 3, colour, "rule")
             elif how == "parts" and matrix == 0:
                 figure.rect(left + r * width / 3, top, width / 3 - 1, height, colour, "rule")

@@ -37,7 +37,7 @@ extern "C" __global__ void fused_kernel(float* params, const float* grads, float
     params[i] -= lr * (step + weight_decay * params[i]);
 }
 
-// Four parameters a thread: accesses of 16 bytes, four times as much on its way. n is a multiple of 4.
+// Four parameters per thread: accesses of 16 bytes, four times as much on its way. n is a multiple of 4.
 extern "C" __global__ void float4_kernel(float* params, const float* grads, float* m, float* v, size_t n, float lr,
                                          float beta1, float beta2, float complement1, float complement2,
                                          float correction1, float correction2, float eps, float weight_decay) {

@@ -9,7 +9,7 @@ __device__ inline void finish(float* row, int i, int V, int target, float larges
     row[i] = i >= V ? 0.0f : __expf(row[i] - largest) * scale - (i == target ? dloss : 0.0f);
 }
 
-// One thread a row: three loops, for the largest logit, the sum of the exponentials and the gradient. The lanes of a warp
+// One thread per row: three loops, for the largest logit, the sum of the exponentials and the gradient. The lanes of a warp
 // are a row apart, Vp floats.
 extern "C" __global__ void thread_a_row_kernel(float* logits, float* losses, float dloss, const int* targets, int N,
                                                int V, int Vp) {
@@ -23,7 +23,7 @@ extern "C" __global__ void thread_a_row_kernel(float* logits, float* losses, flo
     for (int i = 0; i < Vp; i++) finish(row, i, V, targets[n], largest, dloss / sum, dloss);
 }
 
-// One block a row: its threads share the row, and reduce by shuffles and shared memory. Still three passes.
+// One block per row: its threads share the row, and reduce by shuffles and shared memory. Still three passes.
 extern "C" __global__ void __launch_bounds__(1024) block_a_row_kernel(float* logits, float* losses, float dloss,
                                                                      const int* targets, int V, int Vp) {
     const int n = blockIdx.x, target = targets[n];
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(1024) online_kernel(float* logits, 
     for (int i = threadIdx.x; i < Vp; i += blockDim.x) finish(row, i, V, target, row_largest, dloss / sum, dloss);
 }
 
-// Four logits a thread: accesses of 16 bytes, several of them on their way, and one rescaling for four. Vp is a multiple
+// Four logits per thread: accesses of 16 bytes, several of them on their way, and one rescaling for four. Vp is a multiple
 // of 4; the last four of the vocabulary may be ragged.
 extern "C" __global__ void __launch_bounds__(1024) float4_kernel(float* logits, float* losses, float dloss,
                                                                 const int* targets, int V, int Vp) {

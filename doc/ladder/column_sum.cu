@@ -2,7 +2,7 @@
 #define WARP_SIZE 32
 #include "../../kernels/common.cuh"
 
-// One thread a column: it walks down all the rows, and its warp reads whole sectors. But there are only C threads, far
+// One thread per column: it walks down all the rows, and its warp reads whole sectors. But there are only C threads, far
 // fewer than the GPU holds, and each waits for memory again and again.
 extern "C" __global__ void thread_a_column_kernel(float* out, const float* inp, int N, int C) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -12,7 +12,7 @@ extern "C" __global__ void thread_a_column_kernel(float* out, const float* inp, 
     out[i] += sum;
 }
 
-// One block a column: 256 threads share its rows and add up their sums by a tree in shared memory. There are enough
+// One block per column: 256 threads share its rows and add up their sums by a tree in shared memory. There are enough
 // threads now, but the lanes of a warp read 32 rows, 4 bytes from each sector.
 extern "C" __global__ void block_a_column_kernel(float* out, const float* inp, int N, int C) {
     __shared__ float sums[256];
@@ -27,7 +27,7 @@ extern "C" __global__ void block_a_column_kernel(float* out, const float* inp, i
     if (threadIdx.x == 0) out[blockIdx.x] += sums[0];
 }
 
-// Chunks of rows with atomics: a thread a column again, but a grid row for each chunk of rows, which adds its sum to out
+// Chunks of rows with atomics: a thread per column again, but a grid row for each chunk of rows, which adds its sum to out
 // atomically. It is fast and not for us: the chunks are added in the order in which they happen to finish, and a sum of
 // floats depends on its order.
 extern "C" __global__ void atomics_kernel(float* out, const float* inp, int N, int C, int rows) {
@@ -58,7 +58,7 @@ extern "C" __global__ void second_stage_kernel(float* out, const float* partials
     out[i] += sum;
 }
 
-// Four columns a thread: the chunks are read by 16 bytes, eight rows ahead of the sums. A quarter of the threads ask for
+// Four columns per thread: the chunks are read by 16 bytes, eight rows ahead of the sums. A quarter of the threads ask for
 // four times as much each, so that there is no more on its way than before. C is a multiple of 4.
 extern "C" __global__ void float4_kernel(float* partials, const float* inp, int N, int C, int rows) {
     const int i = 4 * (blockIdx.x * blockDim.x + threadIdx.x);

@@ -4,7 +4,7 @@
 #define WARP_SIZE 32
 #include "../../kernels/common.cuh"
 
-// One thread a channel: it adds up all positions, one after the other. Nobody else writes to its column of dwte, so that
+// One thread per channel: it adds up all positions, one after the other. Nobody else writes to its column of dwte, so that
 // nothing can go wrong; but only C threads work.
 extern "C" __global__ void thread_a_channel_kernel(float* dwte, const float* dout, const int* inp, int N, int C) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -12,14 +12,14 @@ extern "C" __global__ void thread_a_channel_kernel(float* dwte, const float* dou
     for (int n = 0; n < N; n++) dwte[(size_t)inp[n] * C + i] += dout[(size_t)n * C + i];
 }
 
-// One thread a float with atomics: all positions at once, in the order in which they come. It is the fastest rung and not
+// One thread per float with atomics: all positions at once, in the order in which they come. It is the fastest rung and not
 // for us: sums of the same floats in another order differ in their last bits.
 extern "C" __global__ void atomics_kernel(float* dwte, const float* dout, const int* inp, int C) {
     const int i = blockIdx.y * blockDim.x + threadIdx.x, n = blockIdx.x;
     if (i < C) atomicAdd(dwte + (size_t)inp[n] * C + i, dout[(size_t)n * C + i]);
 }
 
-// One block a token: the host has sorted the positions by token, so a block finds its own side by side and adds them up
+// One block per token: the host has sorted the positions by token, so a block finds its own side by side and adds them up
 // in order. All wait for the block of the commonest token. order (N): the sorted positions; count (N): at the first
 // position of a token how many it has, else 0.
 extern "C" __global__ void sorted_kernel(float* dwte, const float* dout, const int* inp, const int* order,

@@ -1,6 +1,6 @@
 // Causal attention without (T, T) matrices: out (B, T, NH, 64) = softmax(q k^T / 8) v over the keys up to the query
 // itself, lse (B, NH, T) = log(sum(exp(q k^T / 8))), from qkv (B, T, 3, NH, 64).
-// 2 T^2 * 64 operations a head on 16 T * 64 bytes: bound by arithmetic, if the operands come fast enough.
+// 2 T^2 * 64 operations per head on 16 T * 64 bytes: bound by arithmetic, if the operands come fast enough.
 //
 // All rungs go through the keys in order. For each query they keep the largest score so far, `top`, the sum of
 // exp(score - top), and the sum of exp(score - top) * v. If a larger score comes, they rescale both (online softmax).
@@ -18,7 +18,7 @@ struct Head {
           stride(3 * NH * HS), out_stride(NH * HS) {}
 };
 
-// One thread a query: the query and its sum of values stay in registers, and the thread goes through the keys one by
+// One thread per query: the query and its sum of values stay in registers, and the thread goes through the keys one by
 // one. The lanes of a warp are at the same key, so each load is one number for all of them. It serves one
 // multiplication of each lane.
 extern "C" __global__ void __launch_bounds__(64) scalar_kernel(float* out, float* lse, const float* qkv, int T, int NH) {

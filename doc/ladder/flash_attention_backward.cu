@@ -3,7 +3,7 @@
 // the query itself:
 //   p = exp(s - lse);  dp = dout v^T;  D = rowsum(dout * out);  ds = p * (dp - D)
 //   dq = ds k / 8;  dk = ds^T q / 8;  dv = p^T dout
-// Five products of T^2 * 64 operations a head on 32 T * 64 bytes. dq of a query is a sum over keys; dk and dv of a key
+// Five products of T^2 * 64 operations per head on 32 T * 64 bytes. dq of a query is a sum over keys; dk and dv of a key
 // are sums over queries. No loop over tiles can keep both sums in registers. That is where the rungs differ.
 #define WARP_SIZE 32
 #include "attention_tiles.cuh"
@@ -124,7 +124,7 @@ __device__ inline void by_rows(const Head& head, int T) {
     row.store(head, T);
 }
 
-// Two threads a row: blocks of queries sum dq, blocks of keys sum dk and dv, all in registers. Both compute p and ds:
+// Two threads per row: blocks of queries sum dq, blocks of keys sum dk and dv, all in registers. Both compute p and ds:
 // seven products instead of five. The lanes of a warp are at the same row of the other side. So each load is one number
 // for 16 lanes, and serves one multiplication of each.
 extern "C" __global__ void __launch_bounds__(128)

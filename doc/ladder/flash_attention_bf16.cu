@@ -1,6 +1,6 @@
 // Causal attention without (T, T) matrices, in bf16: out (B, T, NH, 64) = softmax(q k^T / 8) v over the keys up to the query
 // itself, from qkv (B, T, 3, NH, 64); lse (B, NH, T) = log(sum(exp(q k^T / 8))) is fp32, as are scores and sums.
-// 2 T^2 * 64 operations a head on 8 T * 64 bytes. flash_attention.cu climbs up to scores that stay in registers; this file
+// 2 T^2 * 64 operations per head on 8 T * 64 bytes. flash_attention.cu climbs up to scores that stay in registers; this file
 // goes on from there, in bf16. Blocks have four warps with 16 queries each, tiles 64 keys, as many bytes as 32 of fp32.
 #define WARP_SIZE 32
 #include "tensor_cores.cuh"

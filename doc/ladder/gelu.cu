@@ -5,7 +5,7 @@
 
 constexpr float SQRT_2_OVER_PI = 0.7978845608028654f;
 
-// One float a thread, as the formula has it: a flat index, which is divided to find the channel, and tanhf.
+// One float per thread, as the formula has it: a flat index, which is divided to find the channel, and tanhf.
 extern "C" __global__ void formula_kernel(float* out, const float* inp, const float* bias, size_t n, int C) {
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
@@ -25,7 +25,7 @@ extern "C" __global__ void sigmoid_kernel(float* out, const float* inp, const fl
     if (i < C) out[(size_t)blockIdx.x * C + i] = gelu(inp[(size_t)blockIdx.x * C + i] + bias[i]);
 }
 
-// Four channels a thread: accesses of 16 bytes, four times as much on its way. C is a multiple of 4.
+// Four channels per thread: accesses of 16 bytes, four times as much on its way. C is a multiple of 4.
 extern "C" __global__ void float4_kernel(float* out, const float* inp, const float* bias, int C) {
     const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
     if (i >= C) return;

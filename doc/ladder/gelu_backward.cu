@@ -7,7 +7,7 @@
 
 constexpr float SQRT_2_OVER_PI = 0.7978845608028654f, FACTOR = 0.044715f;
 
-// One float a thread, as the formulas have it: a flat index and tanhf. The lanes of a warp are neighbours in a row. So
+// One float per thread, as the formulas have it: a flat index and tanhf. The lanes of a warp are neighbours in a row. So
 // their outputs belong to 32 rows of the transposed matrix, and each goes to another sector. A second kernel sums.
 extern "C" __global__ void scattered_kernel(float* dout, float* out_T, const float* inp, const float* bias, int N, int C) {
     const size_t at = (size_t)blockIdx.x * blockDim.x + threadIdx.x;

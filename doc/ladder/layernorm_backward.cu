@@ -5,7 +5,7 @@
 #define WARP_SIZE 32
 #include "../../kernels/common.cuh"
 
-// One thread a row, then one thread a column: the two kinds of sums by a kernel each, both as plain loops.
+// One thread per row, then one thread per column: the two kinds of sums by a kernel each, both as plain loops.
 extern "C" __global__ void thread_a_row_kernel(float* dinp, const float* dout, const float* inp, const float* weight,
                                                const float* mean, const float* rstd, int N, int C) {
     const int n = blockIdx.x * blockDim.x + threadIdx.x;
@@ -37,7 +37,7 @@ extern "C" __global__ void thread_a_column_kernel(float* dweight, float* dbias, 
     dbias[i] += sum_db;
 }
 
-// One warp a row, for dinp: sums along the row by shuffles.
+// One warp per row, for dinp: sums along the row by shuffles.
 __device__ inline void warp_of_row(float* dinp, const float* dout, const float* inp, const float* weight, float m, float s,
                                    int C) {
     float sum_g = 0.0f, sum_gn = 0.0f;
@@ -52,7 +52,7 @@ __device__ inline void warp_of_row(float* dinp, const float* dout, const float* 
     }
 }
 
-// One warp a row with atomics: every row adds its share to dweight and dbias as it goes. N rows meet at each of 2 C
+// One warp per row with atomics: every row adds its share to dweight and dbias as it goes. N rows meet at each of 2 C
 // addresses, and stand in line there. Block: (32 lanes, rows).
 extern "C" __global__ void atomics_kernel(float* dinp, float* dweight, float* dbias, const float* dout,
                                           const float* inp, const float* weight, const float* mean, const float* rstd,
@@ -68,7 +68,7 @@ extern "C" __global__ void atomics_kernel(float* dinp, float* dweight, float* db
     }
 }
 
-// One warp a row, chunks of rows for the columns: the sums down the columns in two stages of fixed order, as in
+// One warp per row, chunks of rows for the columns: the sums down the columns in two stages of fixed order, as in
 // column_sum.cu. dout and inp come twice from memory.
 extern "C" __global__ void warp_a_row_kernel(float* dinp, const float* dout, const float* inp, const float* weight,
                                              const float* mean, const float* rstd, int N, int C) {

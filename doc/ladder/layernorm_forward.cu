@@ -3,7 +3,7 @@
 #define WARP_SIZE 32
 #include "../../kernels/common.cuh"
 
-// One thread a row: three loops over the row, for its mean, its variance and the output. The lanes of a warp stand in 32
+// One thread per row: three loops over the row, for its mean, its variance and the output. The lanes of a warp stand in 32
 // rows, C floats apart, so each access touches 32 sectors; and the row comes three times.
 extern "C" __global__ void thread_a_row_kernel(float* out, float* mean, float* rstd, const float* inp,
                                                const float* weight, const float* bias, int N, int C) {
@@ -33,7 +33,7 @@ __device__ inline float tree_sum(float* sums, float x) {
     return total;
 }
 
-// One block a row: neighbouring threads take neighbouring channels, and add up by a tree in shared memory. Each step of
+// One block per row: neighbouring threads take neighbouring channels, and add up by a tree in shared memory. Each step of
 // the tree is a barrier for all 256 threads, and half of those that worked before have nothing left to do.
 extern "C" __global__ void block_a_row_kernel(float* out, float* mean, float* rstd, const float* inp,
                                               const float* weight, const float* bias, int N, int C) {
@@ -50,7 +50,7 @@ extern "C" __global__ void block_a_row_kernel(float* out, float* mean, float* rs
     if (threadIdx.x == 0) mean[n] = m, rstd[n] = s;
 }
 
-// One warp a row: five shuffles add up the lanes' sums from register to register, without shared memory or barriers.
+// One warp per row: five shuffles add up the lanes' sums from register to register, without shared memory or barriers.
 // Block: (32 lanes, rows).
 extern "C" __global__ void warp_a_row_kernel(float* out, float* mean, float* rstd, const float* inp,
                                              const float* weight, const float* bias, int N, int C) {

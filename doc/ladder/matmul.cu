@@ -6,7 +6,7 @@
 #define WARP_SIZE 32
 #include "tensor_cores.cuh"
 
-// One thread an element: it multiplies a row of a by a column of b, and its warp makes 32 elements of a column of c, so
+// One thread per element: it multiplies a row of a by a column of b, and its warp makes 32 elements of a column of c, so
 // each load of a and each store to c touches 32 sectors.
 extern "C" __global__ void naive_kernel(float* c, const float* a, const float* b, int M, int N, int K) {
     const int m = blockIdx.x * blockDim.x + threadIdx.x, n = blockIdx.y * blockDim.y + threadIdx.y;
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(1024) shared_kernel(float* c, const
     if (m0 + y < M && n0 + x < N) c[(size_t)(m0 + y) * N + n0 + x] = sum;
 }
 
-// A column of 8 elements a thread: a number of b in a register serves 8 rows of a, so eight multiplications take nine
+// A column of 8 elements per thread: a number of b in a register serves 8 rows of a, so eight multiplications take nine
 // loads from shared memory instead of sixteen. 512 threads make 64 x 64 elements.
 extern "C" __global__ void __launch_bounds__(512) column_of_8_kernel(float* c, const float* a, const float* b, int M,
                                                                     int N, int K) {
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(512) column_of_8_kernel(float* c, c
     }
 }
 
-// A square of 8 x 8 elements a thread: 16 loads from shared memory serve 64 multiplications. 256 threads make 128 x 128
+// A square of 8 x 8 elements per thread: 16 loads from shared memory serve 64 multiplications. 256 threads make 128 x 128
 // elements. The lanes' columns are 8 apart, so four lanes meet in each bank, and each lane stores to its own sectors.
 extern "C" __global__ void __launch_bounds__(256) square_of_8_kernel(float* c, const float* a, const float* b, int M,
                                                                     int N, int K) {

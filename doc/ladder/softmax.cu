@@ -3,7 +3,7 @@
 #define WARP_SIZE 32
 #include "../../kernels/common.cuh"
 
-// One thread a row: three loops, for the largest entry, the sum of the exponentials and the output. The lanes of a warp
+// One thread per row: three loops, for the largest entry, the sum of the exponentials and the output. The lanes of a warp
 // are T floats apart, and wait for the longest of their rows.
 extern "C" __global__ void thread_a_row_kernel(float* att, float scale, size_t rows, int T) {
     const size_t n = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -16,7 +16,7 @@ extern "C" __global__ void thread_a_row_kernel(float* att, float scale, size_t r
     for (int s = 0; s < T; s++) row[s] = s < length ? __expf(scale * (row[s] - largest)) / sum : 0.0f;
 }
 
-// One block a row: 256 threads share the row and read it by whole sectors. It is short for them, and two reductions with
+// One block per row: 256 threads share the row and read it by whole sectors. It is short for them, and two reductions with
 // two barriers each keep them waiting.
 extern "C" __global__ void block_a_row_kernel(float* att, float scale, int T) {
     float* row = att + (size_t)blockIdx.x * T;
@@ -31,7 +31,7 @@ extern "C" __global__ void block_a_row_kernel(float* att, float scale, int T) {
     }
 }
 
-// One warp a row: shuffles reduce, nobody waits at a barrier. Block: (32 lanes, rows).
+// One warp per row: shuffles reduce, nobody waits at a barrier. Block: (32 lanes, rows).
 extern "C" __global__ void warp_a_row_kernel(float* att, float scale, size_t rows, int T) {
     const size_t n = (size_t)blockIdx.x * blockDim.y + threadIdx.y;
     if (n >= rows) return;

@@ -20,7 +20,7 @@ extern "C" __global__ void swizzled_transpose_kernel(float* out, const float* x,
     const int n0 = 32 * blockIdx.y, c0 = 32 * blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int of_row = threadIdx.x / 8, chunk = threadIdx.x % 8;
     const float4 four = *reinterpret_cast<const float4*>(x + (n0 + of_row) * C + c0 + 4 * chunk);
-    *reinterpret_cast<float4*>(tile + place(of_row, chunk)) = four;
+    *reinterpret_cast<float4*>(&tile[place(of_row, chunk)]) = four;
     __syncthreads();
     for (int i = 0; i < 4; i++) {
         const int row = 8 * i + lane % 8, column = 4 * warp + lane / 8;

@@ -15,6 +15,7 @@ from kernels.attention import Matrices, scratch_of_attention
 from kernels.cached_attention import Cached, scratch_of_cache
 from kernels.flash_attention import HEAD_SIZES, Flash
 from kernels.matmul import weight_is_transposed, worth_transposing
+from kernels.mlp_hopper import has_wgmma, rows_of_partials
 from kernels.reduce import MAX_PARTIALS, SQUARES
 from llmc.model import fp8, fp16
 from llmc.model.batch import Batch
@@ -200,10 +201,11 @@ def training_scratch(
     matrices = [shape[1:] for shape in shapes if len(shape) == 3]
     transposed = [OC * C for OC, C in matrices if weight_is_transposed(B * T, C, OC)]
     # A norm's kernel sums up to six columns of C, qk_norm's two of HS, and a bias' gradient one as long as the bias.
-    widest = max(2 * config.head_size, *(shape[1] for shape in shapes if len(shape) == 2))
+    longest = max(shape[1] for shape in shapes if len(shape) == 2)
+    widest = max(2 * config.head_size, longest)
     found = {
         "norm partials": 4 * MAX_PARTIALS * 6 * config.channels,
-        "partials": 4 * max(MAX_PARTIALS * widest, SQUARES),
+        "partials": 4 * max(MAX_PARTIALS * widest, has_wgmma() * rows_of_partials(B * T) * longest, SQUARES),
         "input_T": X * B * T * max(config.channels, sizes["Q"]) if worth_transposing(B * T) else 0,
         "weight_T": X * max(transposed, default=0),
     }

@@ -186,8 +186,8 @@ def make_parser(
 
 A step's line has the model FLOPs utilisation (MFU) of a GPU whose peak is known: 6 N + 12 L NH HS T operations a
 token (N parameters, L layers, NH heads of size HS), as a share of what its tensor cores can do in the precision that
-the line names: TF32, bf16 or fp8. No run in fp8 can reach its whole peak, which is twice the peak in bf16, because
-attention, the classifier and small products are in bf16 there.""",
+the line names: TF32, bf16, fp16 or fp8. No run in fp8 can reach its whole peak, which is twice the peak in bf16,
+because attention, the classifier and small products are in bf16 there.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

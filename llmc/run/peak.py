@@ -30,12 +30,13 @@ TF32_PEAKS = {
     "RTX PRO 6000 Blackwell Workstation Edition": 251.9, "RTX PRO 6000 Blackwell Max-Q Workstation Edition": 219.5,
 }  # fmt: skip
 
-TIMES_TF32 = {"tf32": 1, "bf16": 2, "fp8": 4}  # the peak in each precision, by TF32's
+TIMES_TF32 = {"tf32": 1, "bf16": 2, "fp16": 2, "fp8": 4}  # the peak in each precision, by TF32's
 
 
 def tensor_core_peak() -> float | None:
-    """The GPU's peak in FLOP/s for matrix products in the run's precision; in fp8, for products in e4m3, although many
-    of the run's operations are in bf16. None if it is not known, or if products are in fp32."""
+    """The GPU's peak in FLOP/s for matrix products in the run's precision; in fp8 and fp16, for products of such
+    numbers, although some of the run's operations are in bf16 or TF32. None if it is not known, or if products are in
+    fp32."""
     peak = TF32_PEAKS.get(device.name.removeprefix("NVIDIA "))
     return TIMES_TF32[device.precision] * peak * 1e12 if device.precision in TIMES_TF32 and peak else None
 
