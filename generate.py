@@ -19,10 +19,18 @@ With --prompts each text is a line of JSON: its "prompt", the number of its "sam
 prompt, the number of its "tokens", and as its "end" what ended it: the end of a text ("eot"), a stop text ("stop") or
 -g ("length"). Other fields of an object of a .jsonl or a .json are passed through. On a terminal, control characters
 are left out.
+
+    python generate.py -e run --chat                         # a conversation, by the chat template of the model
+    python generate.py -e run --prompts chats.jsonl --chat   # answers conversations, as dev/data/chat.py reads them
+
+In a conversation Ctrl-C ends an answer, /reset begins anew, and /quit or Ctrl-D ends it. What is typed meanwhile is the
+next message. The cache stays from turn to turn: only new tokens go through the model.
 """
 
 import argparse
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -34,7 +42,8 @@ import device
 from dev.foreign import try_tokenizer
 from dev.hf.common import end_tokens
 from dev.scripts import NEEDED, find_model, kind_of
-from device.errors import UserError
+from device.errors import UserError, say
+from llmc.data.chat import ChatTemplate, Conversation, Unfit, conversation_of
 from llmc.data.find_tokenizer import load_model_tokenizer, named_tokenizer
 from llmc.data.hf_tokenizer import without_surrogates
 from llmc.data.tokenizer import StreamDecoder, Tokenizer
@@ -58,8 +67,9 @@ from llmc.run.program import run_program
 from llmc.run.settings import recorded_flags
 from llmc.step.generation import NOT_FINITE, Writer, model_for_inference
 from llmc.step.memory import check_text_memory
-from llmc.step.sampler import samplers_of
+from llmc.step.sampler import Sampler, samplers_of
 
+CHAT_CONTEXT = 4096  # if neither -t nor a checkpoint says more or less
 MAX_TEXTS = 65535  # at once: a grid's second dimension
 share = limited(number, ((lambda x: 0 < x <= 1), "be above 0 and at most 1"))
 
@@ -107,7 +117,9 @@ def make_parser() -> argparse.ArgumentParser:
     prompts.add_argument("--prompts", type=a_name, metavar="FILE",
                          help='a file with a prompt on each line, in a .jsonl {"prompt": TEXT}, or a .json with a list '
                          "of these or of texts; -: standard input. Prints lines of JSON")  # fmt: skip
-    add("-g", "--tokens", type=natural, default=200, metavar="N", help="tokens to write at most (%(default)s)")
+    add("--chat", action="store_true", help="a conversation, or with --prompts answers to conversations")
+    add("--system", metavar="TEXT", help="what the model is told before a conversation")
+    add("-g", "--tokens", type=natural, metavar="N", help="tokens to write at most (200; with --chat 1000)")
     add("--samples", type=positive, default=1, metavar="N", help="texts of each prompt (%(default)s)")
     add("--stop", type=stop_text, action="append", default=[], metavar="TEXT",
         help="end before this text; may be given several times")  # fmt: skip
@@ -156,7 +168,8 @@ def read_text(name: str, flag: str) -> str:
 
 def prompts_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
     """The prompts that the flags name, each with its name for messages. A prompt is an object with a text "prompt"; a
-    line of a .jsonl may have more in it. Raises UserError if there are none."""
+    line of a .jsonl may have more in it; with --chat it has a conversation, or a line is a question. Raises UserError
+    if there are none."""
     if args.prompt_file:
         text = read_text(args.prompt_file, "--prompt-file")
         text = text.removesuffix("\n").removesuffix("\r")
@@ -171,6 +184,9 @@ def prompts_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
     found, named = [], "standard input" if args.prompts == "-" else args.prompts
     for where, record in records_of(text, suffix):
         fields = {"prompt": record} if isinstance(record, str) else record
+        if args.chat:
+            found.append((f"{named}, {where}", fields))
+            continue
         if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
             raise UserError(f'{named}, {where}: not of the form {{"prompt": "text"}}')
         found.append((f"{named}, {where}", fields | {"prompt": without_surrogates(fields["prompt"])}))
@@ -219,6 +235,16 @@ def tokens_of(
             raise UserError(f"{name} has {len(tokens)} tokens, and the model sees {context}: {remedy}")
         found.append(tokens)
     return found
+
+
+def render(template: ChatTemplate, name: str, record: dict, system: str | None) -> str:
+    """The text before the answer to the conversation in a record."""
+    try:
+        messages, _ = conversation_of(record, answered=False)
+        given = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
+        return template.render(given + messages, prompt=True)
+    except Unfit as error:
+        raise UserError(f"{name}: {error}") from None
 
 
 # Texts
@@ -325,8 +351,95 @@ def write(cache: Cache, texts: list[Text], tokens: list[list[int]], args: argpar
     print(f"{written} tokens in {seconds:.1f} s on {device.name}{rate}", file=sys.stderr)
 
 
+def talk(cache: Cache, template: ChatTemplate, tokenizer: Tokenizer, ends: set[int], args: argparse.Namespace) -> None:
+    """A conversation: reads messages, a line each, and prints answers."""
+    writer, samplers = Writer(cache, args.temperature, args.top_k, args.top_p), samplers_of(args.seed, 1)
+    start = [{"role": "system", "content": args.system}] if args.system else []
+    messages, seen, terminal = list(start), [], sys.stdin.isatty()
+    while (line := typed(terminal)) not in ("", "/quit"):
+        if line == "/reset":
+            messages = list(start)
+        elif line.strip():
+            messages.append({"role": "user", "content": line})
+            if tokens := fitting(messages, len(start), template, tokenizer, cache.context, args.tokens):
+                kept = len(os.path.commonprefix([seen, tokens[:-1]]))
+                text = Text({}, 0, "", StreamDecoder(tokenizer, sys.stdout.isatty()), args.stop, ends)
+                seen = answer(writer, text, tokens, kept, samplers, args)
+                messages.append({"role": "assistant", "content": text.text})
+
+
+def typed(terminal: bool) -> str:
+    """The next line without its end, " " if it is blank, and "" at the end of input."""
+    while True:
+        try:
+            print("\n> " if terminal else "", end="", flush=True)
+            line = sys.stdin.buffer.readline().decode(errors="replace")
+            return line and (line.rstrip("\r\n") or " ")
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            print("\n/quit or Ctrl-D ends this", end="")
+
+
+def fitting(
+    messages: Conversation, first: int, template: ChatTemplate, tokenizer: Tokenizer, context: int, count: int
+) -> list[int]:
+    """The tokens before the next answer. If they leave room for less than `count` tokens, or less than a quarter of the
+    context, the oldest turns, from messages[first] on, are removed. If the last message alone is too long, it is, and
+    there are no tokens."""
+    room, before = context - min(count, context // 4), len(messages)
+    while True:
+        named = [("the conversation", {"prompt": template.render(messages, prompt=True)})]
+        (tokens,) = tokens_of(named, tokenizer, sys.maxsize, sys.maxsize, bos=False)
+        if len(tokens) <= room:
+            break
+        if len(messages) <= first + 1:
+            say(f"this message makes {len(tokens)} tokens, and there is room for {room}: shorten it, or raise -t")
+            messages.pop()
+            return []
+        del messages[first : first + 2]
+    if len(messages) < before:
+        say(f"the context of {context} tokens is full: the oldest turns are left out")
+    return tokens
+
+
+def answer(
+    writer: Writer, text: Text, tokens: list[int], kept: int, samplers: list[Sampler], args: argparse.Namespace
+) -> list[int]:
+    """Writes and prints the text that follows the tokens, of which the cache has the first. Ctrl-C ends it. Returns
+    the tokens that the cache has then."""
+    finished, seen = [False], list(tokens)
+    before = signal.signal(signal.SIGINT, lambda *_: finished.__setitem__(0, True))
+    room = writer.cache.context - len(tokens)
+    try:
+        for (token,) in writer.tokens([tokens], samplers, min(args.tokens, room), finished, kept):
+            if token == NOT_FINITE:
+                raise UserError(f"{args.model}: its logits are NaN or infinity: take an older checkpoint")
+            shown = len(text.text)
+            text.push(token)
+            print(text.text[shown:], end="", flush=True)
+            seen.append(token)
+            finished[0] |= bool(text.end)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if not text.end:
+        shown = len(text.text)
+        text.finish("length")
+        print(text.text[shown:], end="")
+    print(flush=True)
+    if text.end == "length" and text.tokens == room:
+        say("the context is full: the answer ends here")
+    return seen[: max(len(tokens), len(seen) - 1)]  # the last token may not have gone through the model
+
+
 def main(arguments: list[str] | None = None) -> None:
     args = make_parser().parse_args(arguments)
+    args.tokens = (1000 if args.chat else 200) if args.tokens is None else args.tokens
+    if args.chat and (args.prompt or args.prompt_file or args.no_bos or not args.prompts and args.samples > 1):
+        remedy = "leave --prompt, --prompt-file, --no-bos and --samples out"
+        raise UserError(f"--chat reads messages, or with --prompts conversations, and a template begins them: {remedy}")
+    if args.system and not args.chat:
+        raise UserError("--system is told before a conversation: add --chat")
     device.use(args.device)
     device.use_precision(args.precision)
 
@@ -335,23 +448,31 @@ def main(arguments: list[str] | None = None) -> None:
     config = read_model_header(path, kind.Config, f"{NEEDED}; dev/download_starter_pack.sh fetches gpt2_124M.bin")
     trained = recorded_flags(kind.Config, training_flags(path), path.parent)
     context = context_of(trained.get("sequence_length"), args.context, config.max_seq_len)
-    prompts = prompts_of(args)
+    talks = args.chat and not args.prompts
+    if talks and not args.context and not trained.get("sequence_length"):
+        context = min(context, CHAT_CONTEXT)
+    prompts = [] if talks else prompts_of(args)
     if args.tokenizer:
         args.tokenizer = named_tokenizer(args.tokenizer)
         try_tokenizer(args.tokenizer)
     tokenizer = load_model_tokenizer(
-        path, config.vocab_size, args.tokenizer, trained, any(f["prompt"] for _, f in prompts)
+        path, config.vocab_size, args.tokenizer, trained, args.chat or any(f["prompt"] for _, f in prompts)
     )
-    tokens = tokens_of(prompts, tokenizer, context, config.max_seq_len, not args.no_bos)
-    ends = set() if args.ignore_eot else tokenizer.ends | end_tokens(path)
+    ends, asked = set() if args.ignore_eot else tokenizer.ends | end_tokens(path), prompts
+    if args.chat:
+        template = ChatTemplate(Path(tokenizer.path), tokenizer)
+        asked = [(name, {"prompt": render(template, name, fields, args.system)}) for name, fields in prompts]
+    tokens = tokens_of(asked, tokenizer, context, config.max_seq_len, not args.no_bos and not args.chat)
     terminal = not args.prompts and sys.stdout.isatty()
-    if (count := len(tokens) * args.samples) > MAX_TEXTS:
+    if (count := len(tokens) * args.samples or 1) > MAX_TEXTS:
         raise UserError(f"{count} texts at once are more than {MAX_TEXTS}: lower --samples or give fewer prompts")
-    T = min(context, max(map(len, tokens)) + args.tokens)
+    T = context if talks else min(context, max(map(len, tokens)) + args.tokens)
     attention = trained_attention(path, trained.get("attention"), args.attention)
     attention = choose_attention(attention, config.head_size)
     check_text_memory(kind, config, count, T)
     cache = Cache(model_for_inference(kind, path, T), count, T, attention)
+    if talks:
+        return talk(cache, template, tokenizer, ends, args)
 
     tokens = [each for each in tokens for _ in range(args.samples)]
     texts = []

@@ -1,8 +1,9 @@
 // Fused classifier: softmax cross-entropy over each row of logits (N, Vp) and its gradient, in one kernel.
 //   loss = log(sum_v exp(x_v)) - x_target;   dx_v = (softmax(x)_v - [v == target]) * dloss, written over x.
+// A target below 0 is not learned: its loss is 0, and so is the gradient of its row.
 // Only the first V of a row's Vp entries are the vocabulary. The others are padding: they do not count, and their
 // gradient is 0. If a loss is not finite, its row's gradient is NaN, and so the norm of the gradients shows it. If
-// dloss is 0, the caller wants only the loss, and x stays.
+// dloss is 0, the caller wants only the loss, and x stays. Where step_dloss is not null, dloss lies there.
 // Memory-bound: the block reads the row once, for the running maximum and sum (online softmax, Milakov & Gimelshein
 // 2018). The row waits in shared memory until the block writes its gradient. All of it is on its way there before a
 // thread uses its first number. If shared memory is too small for a whole row, the block reads the rest twice.
@@ -18,11 +19,17 @@ __device__ inline float largest_of(Vec v) {
 // A block, one-dimensional, takes a row. Vp is a multiple of WIDTH. Shared memory holds the row's first `cached`
 // numbers, a multiple of WIDTH.
 extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(floatX* logits, float* losses, float dloss,
-                                                                          const int* targets, int V, int Vp,
-                                                                          int cached) {
+                                                                          const float* step_dloss, const int* targets,
+                                                                          int V, int Vp, int cached) {
     DYNAMIC_SHARED(floatX, cache);
     const int n = blockIdx.x, target = targets[n];
     floatX* row = logits + (size_t)n * Vp;
+    if (step_dloss) dloss = *step_dloss;
+    if (target < 0) {
+        if (threadIdx.x == 0) losses[n] = 0.0f;
+        for (int i = threadIdx.x; dloss != 0.0f && i < Vp; i += blockDim.x) set(row[i], 0.0f);
+        return;
+    }
     // Each thread reads it before another overwrites it: the barriers of the two reductions come first.
     const float target_logit = to_float(row[target]);
 
