@@ -29,8 +29,6 @@ next message. The cache stays from turn to turn: only new tokens go through the 
 
 import argparse
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -39,11 +37,12 @@ from pathlib import Path
 
 sys.path.insert(0, __file__.rpartition("/")[0])  # python -P leaves it out
 import device
+from dev.chat import talk
 from dev.foreign import try_tokenizer
 from dev.hf.common import end_tokens
 from dev.scripts import NEEDED, find_model, kind_of
-from device.errors import UserError, say
-from llmc.data.chat import ChatTemplate, Conversation, Unfit, conversation_of
+from device.errors import UserError
+from llmc.data.chat import ChatTemplate, Conversation, conversation_of
 from llmc.data.find_tokenizer import load_model_tokenizer, named_tokenizer
 from llmc.data.hf_tokenizer import without_surrogates
 from llmc.data.tokenizer import StreamDecoder, Tokenizer
@@ -67,7 +66,7 @@ from llmc.run.program import run_program
 from llmc.run.settings import recorded_flags
 from llmc.step.generation import NOT_FINITE, Writer, model_for_inference
 from llmc.step.memory import check_text_memory
-from llmc.step.sampler import Sampler, samplers_of
+from llmc.step.sampler import samplers_of
 
 CHAT_CONTEXT = 4096  # if neither -t nor a checkpoint says more or less
 MAX_TEXTS = 65535  # at once: a grid's second dimension
@@ -117,8 +116,9 @@ def make_parser() -> argparse.ArgumentParser:
     prompts.add_argument("--prompts", type=a_name, metavar="FILE",
                          help='a file with a prompt on each line, in a .jsonl {"prompt": TEXT}, or a .json with a list '
                          "of these or of texts; -: standard input. Prints lines of JSON")  # fmt: skip
-    add("--chat", action="store_true", help="a conversation, or with --prompts answers to conversations")
-    add("--system", metavar="TEXT", help="what the model is told before a conversation")
+    add("--chat", action="store_true", help="prompts are questions or conversations; without any, a conversation")
+    add("--system", metavar="TEXT", help="with --chat: what the model is told before a conversation")
+    add("--template", type=a_path, metavar="FILE", help="with --chat: another chat template than the model's")
     add("-g", "--tokens", type=natural, metavar="N", help="tokens to write at most (200; with --chat 1000)")
     add("--samples", type=positive, default=1, metavar="N", help="texts of each prompt (%(default)s)")
     add("--stop", type=stop_text, action="append", default=[], metavar="TEXT",
@@ -243,7 +243,7 @@ def render(template: ChatTemplate, name: str, record: dict, system: str | None) 
         messages, _ = conversation_of(record, answered=False)
         given = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
         return template.render(given + messages, prompt=True)
-    except Unfit as error:
+    except UserError as error:
         raise UserError(f"{name}: {error}") from None
 
 
@@ -351,95 +351,14 @@ def write(cache: Cache, texts: list[Text], tokens: list[list[int]], args: argpar
     print(f"{written} tokens in {seconds:.1f} s on {device.name}{rate}", file=sys.stderr)
 
 
-def talk(cache: Cache, template: ChatTemplate, tokenizer: Tokenizer, ends: set[int], args: argparse.Namespace) -> None:
-    """A conversation: reads messages, a line each, and prints answers."""
-    writer, samplers = Writer(cache, args.temperature, args.top_k, args.top_p), samplers_of(args.seed, 1)
-    start = [{"role": "system", "content": args.system}] if args.system else []
-    messages, seen, terminal = list(start), [], sys.stdin.isatty()
-    while (line := typed(terminal)) not in ("", "/quit"):
-        if line == "/reset":
-            messages = list(start)
-        elif line.strip():
-            messages.append({"role": "user", "content": line})
-            if tokens := fitting(messages, len(start), template, tokenizer, cache.context, args.tokens):
-                kept = len(os.path.commonprefix([seen, tokens[:-1]]))
-                text = Text({}, 0, "", StreamDecoder(tokenizer, sys.stdout.isatty()), args.stop, ends)
-                seen = answer(writer, text, tokens, kept, samplers, args)
-                messages.append({"role": "assistant", "content": text.text})
-
-
-def typed(terminal: bool) -> str:
-    """The next line without its end, " " if it is blank, and "" at the end of input."""
-    while True:
-        try:
-            print("\n> " if terminal else "", end="", flush=True)
-            line = sys.stdin.buffer.readline().decode(errors="replace")
-            return line and (line.rstrip("\r\n") or " ")
-        except KeyboardInterrupt:
-            if not terminal:
-                raise
-            print("\n/quit or Ctrl-D ends this", end="")
-
-
-def fitting(
-    messages: Conversation, first: int, template: ChatTemplate, tokenizer: Tokenizer, context: int, count: int
-) -> list[int]:
-    """The tokens before the next answer. If they leave room for less than `count` tokens, or less than a quarter of the
-    context, the oldest turns, from messages[first] on, are removed. If the last message alone is too long, it is, and
-    there are no tokens."""
-    room, before = context - min(count, context // 4), len(messages)
-    while True:
-        named = [("the conversation", {"prompt": template.render(messages, prompt=True)})]
-        (tokens,) = tokens_of(named, tokenizer, sys.maxsize, sys.maxsize, bos=False)
-        if len(tokens) <= room:
-            break
-        if len(messages) <= first + 1:
-            say(f"this message makes {len(tokens)} tokens, and there is room for {room}: shorten it, or raise -t")
-            messages.pop()
-            return []
-        del messages[first : first + 2]
-    if len(messages) < before:
-        say(f"the context of {context} tokens is full: the oldest turns are left out")
-    return tokens
-
-
-def answer(
-    writer: Writer, text: Text, tokens: list[int], kept: int, samplers: list[Sampler], args: argparse.Namespace
-) -> list[int]:
-    """Writes and prints the text that follows the tokens, of which the cache has the first. Ctrl-C ends it. Returns
-    the tokens that the cache has then."""
-    finished, seen = [False], list(tokens)
-    before = signal.signal(signal.SIGINT, lambda *_: finished.__setitem__(0, True))
-    room = writer.cache.context - len(tokens)
-    try:
-        for (token,) in writer.tokens([tokens], samplers, min(args.tokens, room), finished, kept):
-            if token == NOT_FINITE:
-                raise UserError(f"{args.model}: its logits are NaN or infinity: take an older checkpoint")
-            shown = len(text.text)
-            text.push(token)
-            print(text.text[shown:], end="", flush=True)
-            seen.append(token)
-            finished[0] |= bool(text.end)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if not text.end:
-        shown = len(text.text)
-        text.finish("length")
-        print(text.text[shown:], end="")
-    print(flush=True)
-    if text.end == "length" and text.tokens == room:
-        say("the context is full: the answer ends here")
-    return seen[: max(len(tokens), len(seen) - 1)]  # the last token may not have gone through the model
-
-
 def main(arguments: list[str] | None = None) -> None:
     args = make_parser().parse_args(arguments)
     args.tokens = (1000 if args.chat else 200) if args.tokens is None else args.tokens
-    if args.chat and (args.prompt or args.prompt_file or args.no_bos or not args.prompts and args.samples > 1):
-        remedy = "leave --prompt, --prompt-file, --no-bos and --samples out"
-        raise UserError(f"--chat reads messages, or with --prompts conversations, and a template begins them: {remedy}")
-    if args.system and not args.chat:
-        raise UserError("--system is told before a conversation: add --chat")
+    talks = args.chat and not (args.prompt or args.prompt_file or args.prompts)
+    if talks and args.samples > 1 or args.chat and args.no_bos:
+        raise UserError("a chat template begins a text, and a conversation has one: leave --no-bos and --samples out")
+    if (args.system or args.template) and not args.chat:
+        raise UserError("--system and --template are of a conversation: add --chat")
     device.use(args.device)
     device.use_precision(args.precision)
 
@@ -448,7 +367,6 @@ def main(arguments: list[str] | None = None) -> None:
     config = read_model_header(path, kind.Config, f"{NEEDED}; dev/download_starter_pack.sh fetches gpt2_124M.bin")
     trained = recorded_flags(kind.Config, training_flags(path), path.parent)
     context = context_of(trained.get("sequence_length"), args.context, config.max_seq_len)
-    talks = args.chat and not args.prompts
     if talks and not args.context and not trained.get("sequence_length"):
         context = min(context, CHAT_CONTEXT)
     prompts = [] if talks else prompts_of(args)
@@ -460,7 +378,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     ends, asked = set() if args.ignore_eot else tokenizer.ends | end_tokens(path), prompts
     if args.chat:
-        template = ChatTemplate(Path(tokenizer.path), tokenizer)
+        template = ChatTemplate(Path(tokenizer.path), tokenizer, args.template)
         asked = [(name, {"prompt": render(template, name, fields, args.system)}) for name, fields in prompts]
     tokens = tokens_of(asked, tokenizer, context, config.max_seq_len, not args.no_bos and not args.chat)
     terminal = not args.prompts and sys.stdout.isatty()
@@ -472,14 +390,19 @@ def main(arguments: list[str] | None = None) -> None:
     check_text_memory(kind, config, count, T)
     cache = Cache(model_for_inference(kind, path, T), count, T, attention)
     if talks:
-        return talk(cache, template, tokenizer, ends, args)
+        def encode(messages: Conversation) -> list[int]:
+            named = [("the conversation", {"prompt": template.render(messages, prompt=True)})]
+            return tokens_of(named, tokenizer, sys.maxsize, sys.maxsize, bos=False)[0]
+
+        begin = lambda: Text({}, 0, "", StreamDecoder(tokenizer, terminal), args.stop, ends)  # noqa: E731
+        return talk(Writer(cache, args.temperature, args.top_k, args.top_p), encode, begin, args)
 
     tokens = [each for each in tokens for _ in range(args.samples)]
     texts = []
     for (_, fields), first in zip(prompts, tokens[:: args.samples], strict=True):
         for n in range(args.samples):
             decoder = StreamDecoder(tokenizer, terminal)
-            opening = "".join(decoder.push(token) for token in first[not args.no_bos :])
+            opening = "" if args.chat else "".join(decoder.push(token) for token in first[not args.no_bos :])
             texts.append(Text(fields, n, opening, decoder, args.stop, ends))
     write(cache, texts, tokens, args)
 

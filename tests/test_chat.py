@@ -6,7 +6,8 @@ from pathlib import Path
 
 import conftest
 from dev.data import chat
-from llmc.data.chat import ChatTemplate, Unfit, conversation_of
+from device.errors import UserError
+from llmc.data.chat import ChatTemplate, conversation_of
 from llmc.data.dataloader import DataLoader
 from llmc.data.find_tokenizer import open_tokenizer
 from llmc.data.token_file import MARK, UNMARKED, open_tokens, write_tokens
@@ -103,9 +104,9 @@ def test_records_are_known_by_their_keys():
         {"instruction": "q", "input": "", "output": "a"},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, wanted[1]]},
     ):
-        assert conversation_of(record) == (wanted, False)
+        assert conversation_of(record) == (wanted, set())
     thought = talk("q", "<think>\nhm\n</think>\n\na")
-    assert conversation_of({"messages": thought}) == (wanted, True)
+    assert conversation_of({"messages": thought}) == (wanted, {"thoughts"})
     assert conversation_of({"instruction": "q", "input": "i", "output": "a"})[0] == talk("q\n\ni", "a")
     assert conversation_of({"messages": wanted}, answered=False)[0] == wanted[:1]
 
@@ -121,12 +122,12 @@ def test_records_are_known_by_their_keys():
     ({"messages": talk("q")[:1] * 2}, "turn 2 is the user's, and must be the assistant's"),
     ({"messages": []}, "no list of messages"),
     ({"messages": ["q"]}, "turn 1 has no role"),
-    ({"messages": [{"role": "user", "content": None}]}, "turn 1 has NoneType for a text"),
+    ({"messages": [{"role": "user", "content": None}]}, "turn 1 has content that is no text"),
     ({"messages": [{"role": "tool", "content": "3"}]}, "tools"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "turn 1 has content of the type image_url"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "turn 1 has content that is no text"),
 ])  # fmt: skip
 def test_what_is_no_conversation_is_said(record, wrong):
-    with pytest.raises(Unfit, match=wrong):
+    with pytest.raises(UserError, match=wrong):
         conversation_of(record)
 
 
@@ -135,15 +136,15 @@ def test_a_template_may_not_leave_its_sandbox_and_may_refuse(tmp_path):
     for source, wrong in (
         ("{{ raise_exception('no system') }}", "no system"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
-        ("{% set ns = namespace() %}{% set ns.__init__ = 1 %}", "underscore"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns.__class__.mro() }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% for m in messages %}{{ m.content[:1] }}{% endfor %}", "does not put each answer"),
     ):
         given = tmp_path / "t.jinja"
         given.write_text(source)
-        with pytest.raises(Unfit, match=wrong):
+        with pytest.raises(UserError, match=wrong):
             ChatTemplate(path, tokenizer, given).answers(talk("aa", "bb"))
-    with pytest.raises(Unfit, match="does not know the role 'developer'"):
+    with pytest.raises(UserError, match="does not know the role 'developer'"):
         ChatTemplate(path, tokenizer).render([{"role": "developer", "content": "x"}])
     given.write_text("{% if %}")
     assert "has a mistake" in conftest.refusal(ChatTemplate, path, tokenizer, given)
@@ -154,7 +155,7 @@ def test_a_template_may_not_leave_its_sandbox_and_may_refuse(tmp_path):
 def test_marked_tokens_are_read_as_inputs_and_targets(tmp_path):
     ids, learned = np.arange(13) % 7, np.arange(13) % 3 == 1
     tokens = np.where(learned, np.int32(ids), np.int32(ids) | MARK)
-    write_tokens(path := tmp_path / "x_train.bin", tokens, 7, 0)
+    write_tokens(path := tmp_path / "x_train.bin", tokens, 7, True)
     assert open_tokens(path).marked and (open_tokens(path)[:] & UNMARKED).tolist() == ids.tolist()
     loader = DataLoader(tmp_path / "x", "train", 2, 3, 7)
     inputs, targets = np.zeros((2, 2, 3), np.int32)
@@ -162,8 +163,8 @@ def test_marked_tokens_are_read_as_inputs_and_targets(tmp_path):
     assert inputs.ravel().tolist() == ids[:6].tolist()
     assert targets.ravel().tolist() == np.where(learned, ids, -1)[1:7].tolist()
     assert "outside the model's vocabulary of 6" in conftest.refusal(DataLoader, tmp_path / "x", "train", 2, 3, 6)
-    assert "not all within" in conftest.refusal(write_tokens, path, tokens, 6, 0)
-    write_tokens(path, tokens, 7, 3)
+    assert "not all within" in conftest.refusal(write_tokens, path, tokens, 6, True)
+    write_tokens(path, tokens, 7, True, 3)
     DataLoader(tmp_path / "x", "train", 2, 3, 7)
     assert "use -t 3" in conftest.refusal(DataLoader, tmp_path / "x", "train", 2, 4, 7)
 
@@ -180,7 +181,7 @@ def test_a_dataset_of_chats(tmp_path, monkeypatch, capsys):
     assert "left out: nothing to learn in its first 64 tokens: 1" in said and "duplicates     1" in said
     found, count = [], 0
     for split in "train", "val":
-        (shard,) = (tmp_path / "out").glob(f"chats_{split}_*.bin")
+        (shard,) = (tmp_path / "out").glob(f"chats_{split}.bin")
         tokens = open_tokens(shard)
         found.append(tokens[:] & UNMARKED)
         count += int((tokens[:] >= 0).sum())
@@ -197,11 +198,11 @@ def test_a_dataset_of_chats(tmp_path, monkeypatch, capsys):
 def test_each_conversation_may_have_a_row(tmp_path, monkeypatch, capsys):
     path, tokenizer, _, _ = saved(tmp_path, "llama3")
     file = write_lines(tmp_path / "chats.jsonl", ({"prompt": f"the {n}", "completion": "there"} for n in range(30)))
-    flags = "--model", path, "-t", 80, "--pack", "one", "--shard-tokens", 500, "--val", 0.3
+    flags = "--model", path, "-t", 80, "--pack", "one", "--val", 0.3
     run(monkeypatch, capsys, file, *flags, "-o", tmp_path / "chats")
     loader = DataLoader(tmp_path / "chats", "train", 1, 80, tokenizer.vocab_size, 3)
     inputs, targets = np.zeros((2, 1, 80), np.int32)
-    assert loader.unused == 0 and len(loader.files) > 1
+    assert loader.unused == 0
     for _ in range(loader.num_batches):
         loader.next_batch(inputs, targets)
         assert inputs[0, 0] == tokenizer.tokens.index(b"<|begin_of_text|>")

@@ -123,5 +123,5 @@ def test_validation_is_the_mean_over_learned_targets(one_dev):
     assert loss == pytest.approx(sum(losses) / learned, rel=1e-6)
     assert bits == pytest.approx(loss / np.log(2), rel=1e-12)
     rows[:, :, 1] = -1
-    with pytest.raises(ValueError, match="no token of the first 3 validation batches is learned"):
+    with pytest.raises(ValueError, match="nothing of the first 3 validation batches is learned"):
         measure(rows)

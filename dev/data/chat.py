@@ -7,7 +7,7 @@ A record has "messages" with role and content, "conversations" with from and val
 "instruction", perhaps "input", and "output"; a prompt and a completion may be lists of messages, too. The chat template
 that came with the model makes a text of it, and the model's tokenizer the tokens, as transformers does.
 
-Writes data/chats_{train,val}_<number>.bin, and the tokenizer and the template beside them. Of equal conversations one
+Writes data/chats_{train,val}.bin, and the tokenizer and the template beside them. Of equal conversations one
 stays. A hash of each decides whether it is for validation, whatever --learn says. A record that is no such conversation
 is left out, and a line names the first ones.
 """
@@ -15,7 +15,6 @@ is left out, and a line names the first ones.
 import argparse
 import hashlib
 import json
-import shlex
 import sys
 import tempfile
 from collections import Counter
@@ -28,14 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 from dev.data import common
 from dev.data.documents import UNDECODABLE_REMEDY, File, records_of
-from dev.data.shards import in_shards
-from dev.data.text import LEAST, find_files, for_validation, listed, model_beside, share
+from dev.data.text import LEAST, find_files, for_validation, listed, share, training_command
 from dev.foreign import try_tokenizer
 from device.errors import UserError, first_line
 from device.progress import telling
-from llmc.data.chat import ChatTemplate, Unfit, conversation_of
+from llmc.data.chat import ChatTemplate, conversation_of
 from llmc.data.find_tokenizer import named_tokenizer
-from llmc.data.hf_tokenizer import neighbours, read_json
+from llmc.data.hf_tokenizer import read_json
 from llmc.data.token_file import MARK, UNMARKED, write_tokens
 from llmc.data.tokenizer import Tokenizer, printable
 from llmc.files.files import replacing
@@ -62,7 +60,6 @@ def make_parser() -> Parser:
         " a row of T tokens to itself (%(default)s)")  # fmt: skip
     add("--split", metavar="NAME", default="train", help="of a data set that has several (%(default)s)")
     add("--val", metavar="F", type=share, default=0.05, help="share of the conversations for validation (%(default)s)")
-    add("--shard-tokens", metavar="N", type=positive, default=10**8, help="tokens each (%(default)s)")
     add("--show", metavar="N", type=positive, help="print N conversations, what is learned in colour or [], and end")
     return parser
 
@@ -83,11 +80,12 @@ def records(files: list[File]) -> Iterator[tuple[str, object]]:
 
 
 class Encoder:
-    """Makes marked tokens of records. notes: how many records have each note, and places: the first ones."""
+    """Makes marked tokens of records. notes: how many records have each note, and places: the first ones. ends: the
+    tokens that end an answer."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, learn: str, longest: int) -> None:
         self.tokenizer, self.template, self.learn, self.longest = tokenizer, template, learn, longest
-        self.notes, self.places = Counter(), {}
+        self.notes, self.places, self.ends = Counter(), {}, set()
 
     def note(self, note: str, place: str) -> None:
         self.notes[note] += 1
@@ -97,26 +95,24 @@ class Encoder:
         """A conversation's tokens, int32, marked (llmc/data/token_file.py). None, and a note, if it has nothing to
         learn or cannot be learned."""
         try:
-            messages, thought = conversation_of(record)
+            messages, left_out = conversation_of(record)
             text, answers = self.template.answers(messages)
-        except Unfit as error:
+        except UserError as error:
             return self.note(f"left out: {error}", place)
         ids, places = self.tokenizer.encode_with_places(text)
-        if self.learn == "all":
-            learned = np.ones(len(ids), bool)
-        else:
-            learned = np.zeros(len(ids), bool)
-            for begin, end in answers if self.learn == "answers" else answers[-1:]:
-                learned |= [first < end and last > begin for first, last in places]
-        learned[:1] = False  # no token of the conversation stands before it
+        first, last = np.array(places).T
+        answers = [(first < end) & (last > begin) for begin, end in answers]
+        self.ends.update(np.array(ids)[answers[-1]][-1:].tolist())
+        parts = {"all": [np.ones(len(ids), bool)], "answers": answers, "last": answers[-1:]}[self.learn]
+        learned = np.logical_or.reduce(parts)
+        learned[0] = False  # no token of the conversation stands before it
         tokens = np.where(learned, np.int32(ids), np.int32(ids) | MARK)[: self.longest]
         if not (tokens >= 0).any():
-            where = f" in its first {self.longest} tokens" if any(learned) else ""
-            return self.note(f"left out: nothing to learn{where}", place)
+            return self.note(f"left out: nothing to learn in its first {self.longest} tokens", place)
         if len(ids) > self.longest:
             self.note(f"cut after {self.longest} tokens", place)
-        if thought:
-            self.note("thoughts left out", place)
+        for what in left_out:
+            self.note(f"{what} left out", place)
         return tokens
 
 
@@ -130,34 +126,25 @@ def shown(tokens: np.ndarray, tokenizer: Tokenizer, colour: bool) -> str:
     return text
 
 
-def write_split(
-    prefix: Path, split: str, conversations: list[np.ndarray], args: argparse.Namespace, tokenizer: Tokenizer
-) -> None:
-    row, size, nothing = 0, args.shard_tokens, np.int32(tokenizer.eot) | MARK
-    if args.pack == "one":
-        row = args.sequence_length
-        size = max(1, size // row) * row
-        conversations = (np.pad(each, (0, row - len(each)), constant_values=nothing) for each in conversations)
-    for number, tokens in enumerate(in_shards(conversations, size, np.dtype(np.int32))):
-        last = np.full(int(row > 0), nothing, np.int32)  # a target for the last row's last token
-        path = prefix.with_name(f"{prefix.name}_{split}_{number:06d}.bin")
-        write_tokens(path, np.append(tokens, last), tokenizer.vocab_size, row)
+def write_split(path: Path, conversations: list[np.ndarray], row: int, tokenizer: Tokenizer) -> None:
+    """row: T, if each conversation has a row of T tokens; else 0."""
+    nothing = np.int32(tokenizer.eot) | MARK
+    if row:
+        conversations = [np.pad(each, (0, row - len(each)), constant_values=nothing) for each in conversations]
+        conversations.append(np.array([nothing]))  # a target for the last row's last token
+    write_tokens(path, np.concatenate(conversations), tokenizer.vocab_size, True, row)
 
 
-def write_what_ends(prefix: Path, path: Path, tokenizer: Tokenizer, tokens: np.ndarray) -> None:
-    """If the token that ends an answer is not among those that the model's files name, writes another
-    generation_config.json, with that token: all programs end a text there, and the export tells others."""
-    end = int(tokens[tokens >= 0][-1])
-    if end in tokenizer.ends:
-        return
-    if end not in tokenizer.special:
-        print("No token of its own ends an answer in this template: a model may write on behind its answer.")
-        return
-    beside = neighbours(path).get("generation_config.json", Path())
-    known = read_json(beside) if beside.is_file() else {}
-    content = known | {"eos_token_id": [end, *sorted(tokenizer.ends - {end})]}
-    with replacing(prefix.with_name(f"{prefix.name}_generation_config.json")) as file:
-        file.write(json.dumps(content, indent=2).encode())
+def write_ends(prefix: Path, ends: set[int]) -> None:
+    """Adds the tokens that end an answer to those in generation_config.json: all programs end a text there, also
+    transformers with the exported model."""
+    path, config = (prefix.with_name(f"{prefix.name}_{name}.json") for name in ("generation_config", "config"))
+    content = read_json(path) if path.is_file() else {}
+    known = (content or (read_json(config) if config.is_file() else {})).get("eos_token_id")
+    known = known if isinstance(known, list) else [known] * (known is not None)
+    if ends - {*known}:
+        with replacing(path) as file:
+            file.write(json.dumps(content | {"eos_token_id": known + sorted(ends - {*known})}, indent=2).encode())
 
 
 def main() -> None:
@@ -192,14 +179,15 @@ def main() -> None:
     common.make_folder(args.out.parent)
     with tempfile.TemporaryDirectory(prefix=f"{args.out.name}_", dir=args.out.parent) as work:
         prefix, summary = Path(work) / args.out.name, {}
+        row = args.sequence_length if args.pack == "one" else 0
         common.write_vocabulary(prefix, tokenizer, path)
         if args.template:
             with replacing(prefix.with_name(f"{prefix.name}_chat_template.jinja")) as file:
                 file.write(template.source.encode())
-        write_what_ends(prefix, path, tokenizer, conversations[0])
+        write_ends(prefix, encoder.ends & tokenizer.special)
         for split, which in ("train", np.flatnonzero(~val)), ("val", np.flatnonzero(val)):
             chosen = [conversations[n] for n in which]
-            write_split(prefix, split, chosen, args, tokenizer)
+            write_split(prefix.with_name(f"{prefix.name}_{split}.bin"), chosen, row, tokenizer)
             learned = sum(int((tokens >= 0).sum()) for tokens in chosen)
             for name, count in ("conversations", len(which)), ("tokens", int(sizes[which].sum())), ("learned", learned):
                 summary.setdefault(name, {})[split] = count
@@ -207,9 +195,9 @@ def main() -> None:
     summary["duplicates"] = duplicates
     for name, of in summary.items():
         print(f"{name:14} {listed(of) if isinstance(of, dict) else of}")
-    script, model = model_beside(path)
-    how = f"-i {shlex.quote(str(args.out))} -e {shlex.quote(model)} -b 4 -t {args.sequence_length} -l 1e-5"
-    print(f"\n    python {script} {how}")
+    T = args.sequence_length if row else min(args.sequence_length, summary["tokens"]["val"] - 1)
+    B = max(1, min(4, len(which) if row else summary["tokens"]["val"] // T))
+    print(f"\n    {training_command(path, args.out, f'-b {B} -t {T} -l 1e-5')}")
 
 
 if __name__ == "__main__":

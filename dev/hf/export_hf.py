@@ -6,8 +6,7 @@
 Writes config.json, the weights as safetensors, in files of up to 4 GB, and where it is given, or found beside the model
 or the data that it was trained on, the tokenizer. The logits are the same, to rounding, for a model that was trained
 with softmax or flash attention; transformers has no ReLU attention. A text ends with the tokens that end one in the
-data, too: they are added to eos_token_id. If there is a chat template, so are those that end an answer. Of a checkpoint
--o must say where the export goes.
+data, too: they are added to eos_token_id. Of a checkpoint -o must say where the export goes.
 
     python dev/hf/export_hf.py model.bin -o my_gpt2 --dtype bf16         # weights rounded to bf16, in half the bytes
     python dev/hf/export_hf.py model.bin -o gpt2_bf16.bin --dtype bf16   # the same as llm.c's file, version 5
@@ -126,11 +125,10 @@ def write_tokenizer(directory: Path, path: Path, tokenizer: Tokenizer, max_seq_l
         write(directory / "tokenizer_config.json", json.dumps(special, indent=2).encode())
 
 
-def with_ends(ids: int | list[int] | None, ends: list[int]) -> int | list[int] | None:
-    """transformers' eos_token_id, one token or a list. The tokens that end a text are added if they are not there."""
-    known = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    found = [*known, *(end for end in ends if end not in known)]
-    return ids if found == known else found[0] if len(found) == 1 else found
+def with_end(ids: int | list[int] | None, eot: int | None) -> int | list[int] | None:
+    """transformers' eos_token_id, one token or a list. The token that ends a text is added if it is not there."""
+    known = ids if isinstance(ids, list) else [ids]
+    return ids if eot is None or eot in known else eot if ids is None else [*known, eot]
 
 
 def write_weights(directory: Path, tensors: list[tuple[str, np.ndarray, tuple]], dtype: str) -> None:
@@ -209,25 +207,21 @@ def export(path: Path, out: Path, given: Path | None, dtype: str = "fp32") -> No
     given = source.with_name(source.name.removesuffix(f"tokenizer{source.suffix}") + "config.json")
     given = read_json(given) if given.is_file() else {}
     content |= {name: given[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in given}
-    files = tokenizer_files(source, "")
-    ends = [] if eot is None else [eot]
-    if tokenizer and ("chat_template.jinja" in files or b'"chat_template"' in files.get("tokenizer_config.json", b"")):
-        ends += sorted(tokenizer.ends - {tokenizer.eot, tokenizer.bos})
-    own = "generation_config.json" in files  # which counts for transformers' generate, if it is there
-    content["eos_token_id"] = with_ends(content["eos_token_id"], ends[:1] if own else ends)
+    content["eos_token_id"] = with_end(content["eos_token_id"], eot)
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
     print(f"exporting {path}: {num_parameters(config):,} parameters", flush=True)
     try:
         part.mkdir(parents=True)
         try:
             write_weights(part, list(named_tensors(config, params)), dtype)
+            files = tokenizer_files(source, "")
             for name in files.keys() - {"tokenizer.bin", "config.json"} if tokenizer else ["generation_config.json"]:
                 if name in files:
                     write(part / name, files[name])
             if (generation := part / "generation_config.json").is_file():
                 kept = read_json(generation)
-                if (all_ends := with_ends(kept.get("eos_token_id"), ends)) != kept.get("eos_token_id"):
-                    write(generation, json.dumps(kept | {"eos_token_id": all_ends}, indent=2).encode())
+                if (ends := with_end(kept.get("eos_token_id"), eot)) != kept.get("eos_token_id"):
+                    write(generation, json.dumps(kept | {"eos_token_id": ends}, indent=2).encode())
             if tokenizer:
                 write_tokenizer(part, tokenizer_path, tokenizer, config.max_seq_len)
             write(part / "config.json", json.dumps(content, indent=2).encode())

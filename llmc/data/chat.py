@@ -15,7 +15,7 @@ from typing import Any
 
 from device.errors import UserError, first_line
 from llmc.data.hf_tokenizer import neighbours, read_json, without_surrogates
-from llmc.data.tokenizer import Tokenizer
+from llmc.data.tokenizer import Tokenizer, in_one_line
 
 Conversation = list[dict[str, str]]  # messages: role, content
 
@@ -25,79 +25,73 @@ ROLES = ("system", "user", "assistant")
 MARK = uuid.uuid4().hex  # no text has it
 
 
-class Unfit(UserError):
-    """A record is no conversation that can be learned or answered."""
-
-
-def conversation_of(record: Any, answered: bool = True) -> tuple[Conversation, bool]:
-    """The conversation in a record, and whether thoughts were left out of its answers. Which of FORMS it has, its keys
-    say. answered: it must end with an answer; else with a question, and an answer at the end is left out, or missing.
-    Raises Unfit for what is not such a conversation."""
+def conversation_of(record: Any, answered: bool = True) -> tuple[Conversation, set[str]]:
+    """The conversation in a record, and what of it is left out: thoughts, or the tools that it may use. Which of FORMS
+    it has, its keys say. answered: it must end with an answer; else with a question, and an answer at the end is left
+    out, or missing. Raises UserError for what is not such a conversation."""
     there = {key for key, value in record.items() if value is not None} if isinstance(record, dict) else set()
     forms = [form for form in FORMS if there.issuperset(form if answered else form[:1])]
     if len(forms) != 1:
         keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-        raise Unfit(f"it has {keys[:200]}, and must have one of {', '.join(' and '.join(form) for form in FORMS)}")
-    if record.get("tools"):
-        raise Unfit("tools are not supported")
+        raise UserError(f"it has {keys[:200]}, and must have one of {', '.join(' and '.join(form) for form in FORMS)}")
     parts = [record[key] for key in forms[0] if key in there]
     if forms[0][0] == "instruction" and record.get("input"):
         parts[0] = f"{content_of(parts[0])}\n\n{content_of(record['input'])}"
     if len(forms[0]) == 2:  # of each a text, or messages
-        parts = [each if isinstance(each, list) and "role" in str(each[:1]) else [{"role": role, "content": each}]
-                 for role, each in zip(ROLES[1:], parts, strict=False)]  # fmt: skip
+        pairs = zip(ROLES[1:], parts, strict=False)
+        parts = [each if has_turns(each) else [{"role": role, "content": each}] for role, each in pairs]
     if not all(isinstance(part, list) and part for part in parts):
-        raise Unfit("no list of messages")
-    found, thought = [], False
+        raise UserError("no list of messages")
+    found, left_out = [], {"tools"} if record.get("tools") else set()
     for number, turn in enumerate(sum(parts, []), 1):
         role, content = message_of(turn, number)
         if role == "assistant":
             whole, content = content, re.sub(r"^\s*<think>.*?</think>\s*", "", content, flags=re.DOTALL)
-            thought |= whole != content or bool(turn.get("reasoning_content"))
+            left_out |= {"thoughts"} if whole != content or turn.get("reasoning_content") else set()
         found.append({"role": role, "content": content})
     if not answered and found[-1]["role"] == "assistant":
         del found[-1]
     check_order(found, answered)
-    return found, thought
+    return found, left_out
+
+
+def has_turns(content: Any) -> bool:
+    return isinstance(content, list) and any(isinstance(turn, dict) and "role" in turn for turn in content)
 
 
 def message_of(turn: Any, number: int) -> tuple[str, str]:
-    """The role and the content of a turn. Raises Unfit if it has none, and if it calls a tool or is what one said."""
+    """The role and the content of a turn. Raises UserError if it has none, or uses tools."""
     turn = turn if isinstance(turn, dict) else {}
     role, content = (turn.get("role"), turn.get("content")) if "role" in turn else (turn.get("from"), turn.get("value"))
     if role in ("tool", "function", "function_call", "observation") or turn.get("tool_calls"):
-        raise Unfit("tools are not supported")
+        raise UserError("it uses tools")
     if not isinstance(role, str):
-        raise Unfit(f"turn {number} has no role and content, or from and value")
+        raise UserError(f"turn {number} has no role and content, or from and value")
     return NAMES.get(role, role), content_of(content, f"turn {number}")
 
 
 def content_of(content: Any, where: str = "the record") -> str:
     """The text of a content: a string, or a list whose parts are all texts."""
-    if isinstance(content, list):
-        kinds = {part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content}
-        if kinds != {"text"}:
-            raise Unfit(f"{where} has content of the type {', '.join(map(str, kinds - {'text'})) or 'nothing'}")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
-        raise Unfit(f"{where} has {type(content).__name__} for a text")
-    return without_surrogates(content)
+    texts = content if isinstance(content, list) else [{"text": content}]
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in texts):
+        raise UserError(f"{where} has content that is no text")
+    return without_surrogates("".join(part["text"] for part in texts))
 
 
 def check_order(messages: Conversation, answered: bool) -> None:
-    """Raises Unfit unless questions and answers take turns, after what is said by others than the user, and none is
+    """Raises UserError unless questions and answers take turns, after what is said by others than the user, and none is
     empty."""
     expected = "user"
     for number, message in enumerate(messages, 1):
         role = message["role"]
         if role in ("user", "assistant"):
             if role != expected:
-                raise Unfit(f"turn {number} is the {role}'s, and must be the {expected}'s")
+                raise UserError(f"turn {number} is the {role}'s, and must be the {expected}'s")
             if not message["content"].strip():
-                raise Unfit(f"turn {number}, the {role}'s, is empty")
+                raise UserError(f"turn {number}, the {role}'s, is empty")
             expected = "assistant" if role == "user" else "user"
     if expected != ("user" if answered else "assistant") or len(messages) == 0:
-        raise Unfit(f"it does not end with {'an answer' if answered else 'a question'}")
+        raise UserError(f"it does not end with {'an answer' if answered else 'a question'}")
 
 
 class ChatTemplate:
@@ -108,7 +102,6 @@ class ChatTemplate:
         try:
             import jinja2.ext
             import jinja2.nodes
-            import jinja2.utils
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError:
             raise UserError("a chat template needs Jinja: pip install jinja2") from None
@@ -126,22 +119,6 @@ class ChatTemplate:
             def _marked(self, caller) -> str:
                 return MARK + caller() + MARK
 
-        class Names(jinja2.utils.Namespace):
-            """A template's variables. A name with an underscore in front could lead out of the sandbox."""
-
-            def __init__(self, *args, **values) -> None:
-                for name in dict(*args, **values):
-                    check(name)
-                super().__init__(*args, **values)
-
-            def __setitem__(self, name, value) -> None:
-                check(name)
-                super().__setitem__(name, value)
-
-        def check(name: Any) -> None:
-            if str(name).startswith("_"):
-                refuse(f"the name {name} begins with an underscore")
-
         def refuse(message: str) -> None:
             raise jinja2.TemplateError(message)
 
@@ -153,7 +130,7 @@ class ChatTemplate:
         extensions = [Generation, jinja2.ext.loopcontrols]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
-        environment.globals |= {"raise_exception": refuse, "namespace": Names}
+        environment.globals |= {"raise_exception": refuse}
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self.template = environment.from_string(self.source)
@@ -167,27 +144,26 @@ class ChatTemplate:
     def _render(self, messages: Conversation, prompt: bool = False) -> str:
         unknown = [message["role"] for message in messages if message["role"] not in ROLES]
         if unknown and not re.search(rf"""['"]{re.escape(unknown[0])}['"]""", self.source):
-            raise Unfit(f"the template does not know the role {unknown[0]!r}")
+            raise UserError(f"the template does not know the role {unknown[0]!r}")
         try:
             return self.template.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self.special
             )
         except Exception as error:  # of many kinds, for it is a program
-            raise Unfit(f"the template refuses it ({first_line(error)})") from None
+            raise UserError(f"the template refuses it ({first_line(error)})") from None
 
     def answers(self, messages: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and where the answers begin and end in it, with what ends each. These are the
         parts in {% generation %}; in a template without it, an answer is all from the prompt up to the end of turn.
-        Raises Unfit if this cannot be found out."""
-        if self.marks:
-            parts = self._render(messages).split(MARK)
-            ends = list(accumulate(map(len, parts)))
-            return "".join(parts), [(ends[n - 1], ends[n]) for n in range(1, len(parts), 2) if parts[n]]
+        Raises UserError if this cannot be found out."""
         whole = self.render(messages)
-        parts = self._render(list(map(between_marks, messages))).split(MARK)
+        parts = self._render(messages if self.marks else list(map(between_marks, messages))).split(MARK)
         answered = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        if "".join(parts) != whole or len(parts) != 2 * len(answered) + 1:
-            raise Unfit("the template does not put each answer into the text once, as it is")
+        if "".join(parts) != whole or len(parts) != 2 * len(answered) + 1 or not all(parts[1::2]):
+            raise UserError("the template does not put each answer into the text once, as it is")
+        if self.marks:
+            ends = list(accumulate(map(len, parts)))
+            return whole, list(zip(ends[:-1:2], ends[1::2], strict=True))
         end_of_turn = parts[-1].strip()
         found, at = [], 0
         for k, n in enumerate(answered):
@@ -196,7 +172,7 @@ class ChatTemplate:
             at = first + len(parts[2 * k + 1])
             last = re.compile(r"\s*" + re.escape(end_of_turn)).match(whole, at)
             if not whole.startswith(prompt) or len(prompt) > first or not last:
-                raise Unfit(f"the template makes another text of the turns before turn {n + 1} if the others follow")
+                raise UserError(f"the template writes the turns before turn {n + 1} in another way if more follow")
             found.append((len(prompt), last.end()))
         return whole, found
 
@@ -219,16 +195,11 @@ def template_of(path: Path, given: Path | None) -> tuple[Path, str, dict[str, An
                         for key, value in config.items() if key.endswith("_token")}  # fmt: skip
     special = {name: value for name, value in special.items() if isinstance(value, str)}
     place, template = given or beside.get("chat_template.jinja"), config.get("chat_template")
-    if place and place.is_file():
-        try:
+    if place and (given or place.is_file()):
+        with in_one_line(f"{place}: it cannot be read"):
             return place, place.read_text("utf-8"), special
-        except (OSError, ValueError) as error:
-            raise UserError(f"{place}: cannot be read ({first_line(error)})") from None
-    if given:
-        raise UserError(f"{given}: no such file; name a chat template")
     if isinstance(template, list):  # several, by name
-        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-        template = named.get("default")
+        template = {each["name"]: each["template"] for each in template}.get("default")
     if not isinstance(template, str):
         raise UserError(f"{path}: no chat template is beside it; take an instruct model, or name one with --template")
     return beside["tokenizer_config.json"], template, special

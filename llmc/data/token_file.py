@@ -33,9 +33,7 @@ NPY = b"\x93NUMPY"  # NumPy's files begin with it
 RAW_TOKENS = ("uint8", "uint16", "uint32", "int32", "int64")
 MARK, UNMARKED = np.int32(-(2**31)), np.int32(2**31 - 1)
 # By magic number the version, and the type of a token.
-FORMATS = {
-    TOKENS: (1, np.dtype("<u2")), TOKENS_32: (7, np.dtype("<u4")), TOKENS_MARKED: (1, np.dtype("<i4")),
-}  # fmt: skip
+FORMATS = {TOKENS: (1, np.dtype("<u2")), TOKENS_32: (7, np.dtype("<u4")), TOKENS_MARKED: (1, np.dtype("<i4"))}
 
 
 class Tokens:
@@ -47,9 +45,7 @@ class Tokens:
     file has changed since.
     """
 
-    def __init__(
-        self, path: str | Path, dtype: np.dtype, offset: int, size: int, marked: bool = False, row: int = 0
-    ) -> None:
+    def __init__(self, path: str | Path, dtype: np.dtype, offset: int, size: int, marked: bool = False, row: int = 0):
         self.path, self.dtype, self.offset, self.size, self.file = path, np.dtype(dtype), offset, size, -1
         self.marked, self.row = marked, row
         self.identity = identity_of(os.stat(path))
@@ -153,23 +149,23 @@ def _raw_type(path: str | Path, size: int, raw_tokens: str | None) -> np.dtype:
 
 
 def write_tokens(
-    path: str | Path, tokens: Iterable[int] | np.ndarray, vocab_size: int = 1 << 16, row: int | None = None
+    path: str | Path, tokens: Iterable[int] | np.ndarray, vocab_size: int = 1 << 16, marked: bool = False, row: int = 0
 ) -> None:
     """Writes tokens, each 0..vocab_size-1, as a token file with a header; `path` appears whole or not at all.
 
     The size of the vocabulary decides how tokens are stored, whichever tokens there are. So all shards of a dataset are
-    alike. row: the tokens are int32, marked, and `Tokens.row` of the file is this. Raises UserError for a token that is
-    not in the vocabulary, and for more tokens than a header can count.
+    alike. marked: the tokens are int32, with marks; row: of `Tokens`. Raises UserError for a token that is not in the
+    vocabulary, and for more tokens than a header can count.
     """
     tokens = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, dtype=np.int64)
     if tokens.size > MAX_TOKENS:
         raise UserError(f"{path}: {tokens.size} tokens, and a token file has at most {MAX_TOKENS}: write shards")
-    ids = tokens if row is None else tokens & UNMARKED
+    ids = tokens & UNMARKED if marked else tokens
     if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
         raise UserError(f"{path}: tokens {ids.min()}..{ids.max()} are not all within 0..{vocab_size - 1}")
-    magic, version, dtype = token_format(vocab_size) if row is None else (TOKENS_MARKED, *FORMATS[TOKENS_MARKED])
+    magic, version, dtype = (TOKENS_MARKED, *FORMATS[TOKENS_MARKED]) if marked else token_format(vocab_size)
     with replacing(path) as file:
-        file.write(make_header(magic, version, tokens.size, row or 0).tobytes())
+        file.write(make_header(magic, version, tokens.size, row).tobytes())
         file.write(np.ascontiguousarray(tokens, dtype).data)  # without another copy
 
 
