@@ -1,16 +1,23 @@
 """Conversations with a model: answers as transformers', a cache that stays, and what does not fit."""
 
+import fcntl
 import io
 import json
+import os
+import pty
+import select
 import signal
+import subprocess
 import sys
+import termios
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import device
 import generate
 from conftest import refusal
-from dev.hf import export_hf, import_hf
 from llmc.data.find_tokenizer import open_tokenizer
 from llmc.files.model_file import write_model
 from llmc.step.generation import Writer
@@ -22,8 +29,9 @@ from train_qwen3 import Qwen3Config
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
+ROOT = Path(__file__).resolve().parents[1]
 MODELS = {
     "llama3": Llama3Config(256, 325, 2, 4, 2, 32, 40, tied=True), "qwen3": Qwen3Config(256, 325, 2, 4, 2, 32, 40, 8)
 }  # fmt: skip
@@ -130,16 +138,50 @@ def test_a_file_of_conversations_is_answered(made, converse, tmp_path):
     assert converse("", "--prompt", "the", "-g", 9)[0].out == their_answer(made, talk("the"), 9) + "\n"
 
 
-def test_the_exported_model_gives_the_same_text_here_and_in_transformers(made, converse, tmp_path):
-    wanted = converse("the theatre?\nthen?\n", "-g", 12)[0].out
-    export_hf.main([str(made.path), "-o", str(tmp_path / "out")])
-    library = AutoTokenizer.from_pretrained(tmp_path / "out")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").double()
-    messages = talk("the theatre?")
-    ids = library.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-    assert ids.tolist()[0] == made.library.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    found = found[0, ids.shape[1] :]
-    assert wanted.startswith(library.decode([t for t in found if int(t) not in made.tokenizer.ends]))
-    import_hf.main([str(tmp_path / "out"), "-o", str(tmp_path / "again.bin")])
-    assert converse("the theatre?\nthen?\n", "-g", 12, model=tmp_path / "again.bin")[0].out == wanted
+def read_until(place: int, wanted: str) -> str:
+    text, end = "", time.monotonic() + 60
+    while wanted not in text:
+        assert select.select([place], [], [], end - time.monotonic())[0], text
+        text += os.read(place, 4096).decode(errors="replace")
+    return text
+
+
+@pytest.mark.parametrize("made", ["qwen3"], indirect=True)
+def test_on_a_terminal_ctrl_c_ends_an_answer_and_what_is_typed_meanwhile_is_not_lost(made):
+    own, theirs = pty.openpty()
+    slow = f"""if True:
+        import sys, time, generate
+        from llmc.step.generation import Writer
+        tokens = Writer.tokens
+        def slowly(*args):
+            for _ in tokens(*args):
+                time.sleep(0.1)
+                yield [{made.tokenizer.tokens.index(b"a")}]
+        Writer.tokens = slowly
+        generate.main(sys.argv[1:])
+    """
+    flags = "--chat", "--device", "cpu", "-g", "150", "-t", "256"
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow, "-e", str(made.path), *flags], stdin=theirs, stdout=theirs, stderr=theirs,
+        cwd=ROOT, start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        read_until(own, "> ")
+        os.write(own, b"\x03")  # ends nothing
+        read_until(own, "/quit or Ctrl-D ends this")
+        os.write(own, b"one\n")
+        read_until(own, "aaa")
+        os.write(own, b"two\n")  # typed while it answers
+        time.sleep(0.3)
+        os.write(own, b"\x03")
+        said = read_until(own, "> ")
+        assert said.count("a") < 100
+        said = read_until(own, "aaa")
+        os.write(own, b"/quit\n\x03")
+        with suppress(OSError):  # once the program has ended
+            read_until(own, "what is never said")
+        assert process.wait(5) == 0
+    finally:
+        process.kill()
+        os.close(own)

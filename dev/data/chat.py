@@ -196,7 +196,7 @@ def main() -> None:
     for name, of in summary.items():
         print(f"{name:14} {listed(of) if isinstance(of, dict) else of}")
     T = args.sequence_length if row else min(args.sequence_length, summary["tokens"]["val"] - 1)
-    B = max(1, min(4, len(which) if row else summary["tokens"]["val"] // T))
+    B = max(1, min(4, len(which) if row else (summary["tokens"]["val"] - 1) // T))
     print(f"\n    {training_command(path, args.out, f'-b {B} -t {T} -l 1e-5')}")
 
 
