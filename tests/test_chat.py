@@ -13,8 +13,11 @@ from llmc.data.find_tokenizer import open_tokenizer
 from llmc.data.token_file import MARK, UNMARKED, open_tokens, write_tokens
 from support.chats import TEMPLATES, save_tokenizer, talk
 
+import datasets
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 TALKS = [
@@ -53,6 +56,24 @@ def test_tokens_are_those_of_transformers(name, tmp_path):
         prompt = template.render(messages[:-1], prompt=True)
         wanted = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
         assert tokenizer.encode(prompt) == wanted
+
+
+words = st.text(st.sampled_from("ab é\n 你🙂<|'{%}>\t"), min_size=1, max_size=12).filter(str.strip)
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def each(request, tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("each"), request.param)
+
+
+@settings(max_examples=25, deadline=None)
+@given(contents=st.lists(words, min_size=2, max_size=6), system=st.just("") | words)
+def test_tokens_are_those_of_transformers_for_any_contents(each, contents, system):
+    _, tokenizer, template, theirs = each
+    messages = talk(*contents[: len(contents) // 2 * 2], system=system)
+    tokens = chat.Encoder(tokenizer, template, "answers", 10**6)("", {"messages": messages})
+    assert (tokens & UNMARKED).tolist() == theirs.apply_chat_template(messages, return_dict=False)
+    assert 0 < (tokens >= 0).sum() < len(tokens)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -193,6 +214,26 @@ def test_a_dataset_of_chats(tmp_path, monkeypatch, capsys):
     assert "belongs to another dataset" in conftest.refusal(run, monkeypatch, capsys, *flags, "--learn", "all")
     shown = run(monkeypatch, capsys, file, "--model", path.parent, "--show", 1)
     assert "<|im_start|>assistant\n[there 0<|im_end|>]\n<|im_start|>user\nthen?" in shown
+
+
+def test_all_forms_in_all_kinds_of_files_have_the_same_conversations(tmp_path, monkeypatch, capsys):
+    path, *_ = saved(tmp_path, "chatml")
+    asked = [(f"the {n}?", f"in the {n} there") for n in range(20)]
+    forms = [
+        [{"messages": talk(*each)} for each in asked],
+        [{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in asked],
+        [{"prompt": q, "completion": a} for q, a in asked],
+        [{"instruction": q, "input": "", "output": a} for q, a in asked],
+    ]
+    write_lines(tmp_path / "0.jsonl", forms[0])
+    (tmp_path / "1.json").write_text(json.dumps(forms[1]))
+    datasets.Dataset.from_list(forms[2]).to_parquet(tmp_path / "2.parquet")
+    datasets.Dataset.from_list(forms[3]).save_to_disk(tmp_path / "3")
+    found = set()
+    for name in "0.jsonl", "1.json", "2.parquet", "3":
+        run(monkeypatch, capsys, tmp_path / name, "--model", path, "-o", tmp_path / f"out{name[0]}", "--val", 0.2)
+        found.add(tuple((tmp_path / f"out{name[0]}_{split}.bin").read_bytes() for split in ("train", "val")))
+    assert len(found) == 1
 
 
 def test_each_conversation_may_have_a_row(tmp_path, monkeypatch, capsys):
