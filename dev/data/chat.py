@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 from dev.data import common
 from dev.data.documents import UNDECODABLE_REMEDY, File, records_of
 from dev.data.text import LEAST, find_files, for_validation, listed, share, training_command
-from dev.foreign import try_tokenizer
 from device.errors import UserError, first_line
 from device.progress import telling
 from llmc.data.chat import ChatTemplate, conversation_of
@@ -50,7 +49,7 @@ def make_parser() -> Parser:
     add("paths", metavar="PATH", nargs="+", help="a file or folder of .jsonl .json .parquet .arrow, also packed as"
         f" {' '.join(common.PACKED)}; what datasets saved; OWNER/NAME[:CONFIG] of the Hugging Face hub")  # fmt: skip
     add("--model", metavar="DIR|FILE", type=a_path, required=True, help="has the tokenizer and the chat template: a"
-        " .bin with what the import put beside it, a checkpoint, a folder, or a tokenizer.json")  # fmt: skip
+        " .bin with what the import put beside it, a checkpoint, a folder, a tokenizer.json, gpt2 or bytes")  # fmt: skip
     add("-o", "--out", metavar="PREFIX", type=a_path, help="such as data/chats")
     add("--template", metavar="FILE", type=a_path, help="another chat template, of Jinja")
     add("--learn", choices=("all", "answers", "last"), default="answers", help="last: the last answer (%(default)s)")
@@ -154,8 +153,7 @@ def main() -> None:
     paths = argparse.Namespace(paths=args.paths, split=args.split, suffix=[], separator=None, field=[])
     files = find_files(paths, Counter())
     path = named_tokenizer(args.model)
-    try_tokenizer(path)
-    tokenizer = common.load_tokenizer(path)
+    tokenizer = common.load_tokenizer(str(path))
     template = ChatTemplate(path, tokenizer, args.template)
     encoder, found, duplicates = Encoder(tokenizer, template, args.learn, args.sequence_length), {}, 0
     with telling(lambda: f"{len(found):,} conversations"):
