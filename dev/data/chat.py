@@ -49,7 +49,7 @@ def make_parser() -> Parser:
     add("paths", metavar="PATH", nargs="+", help="a file or folder of .jsonl .json .parquet .arrow, also packed as"
         f" {' '.join(common.PACKED)}; what datasets saved; OWNER/NAME[:CONFIG] of the Hugging Face hub")  # fmt: skip
     add("--model", metavar="DIR|FILE", type=a_path, required=True, help="has the tokenizer and the chat template: a"
-        " .bin with what the import put beside it, a checkpoint, a folder, a tokenizer.json, gpt2 or bytes")  # fmt: skip
+        " .bin and what the import put beside it, a checkpoint, a folder, a tokenizer.json, gpt2 or bytes")  # fmt: skip
     add("-o", "--out", metavar="PREFIX", type=a_path, help="such as data/chats")
     add("--template", metavar="FILE", type=a_path, help="another chat template, of Jinja")
     add("--learn", choices=("all", "answers", "last"), default="answers", help="last: the last answer (%(default)s)")
