@@ -1,4 +1,4 @@
-"""Your own chats as a dataset: conversations to shards of tokens, of which a model learns the answers.
+"""Your own chats as a dataset: the tokens of conversations, of which a model learns the answers.
 
     python dev/data/chat.py chats.jsonl --model qwen3_0.6B.bin --show 3        # shows what would be learned
     python dev/data/chat.py chats.jsonl --model qwen3_0.6B.bin -o data/chats
@@ -7,9 +7,9 @@ A record has "messages" with role and content, "conversations" with from and val
 "instruction", perhaps "input", and "output"; a prompt and a completion may be lists of messages, too. The chat template
 that came with the model makes a text of it, and the model's tokenizer the tokens, as transformers does.
 
-Writes data/chats_{train,val}.bin, and the tokenizer and the template beside them. Of equal conversations one
-stays. A hash of each decides whether it is for validation, whatever --learn says. A record that is no such conversation
-is left out, and a line names the first ones.
+Writes data/chats_{train,val}.bin, and the tokenizer and the template beside them. Of equal conversations one stays. A
+hash of each decides whether it is for validation, whatever --learn says. A record that is no such conversation is left
+out, and a line names the first one of each kind.
 """
 
 import argparse
