@@ -117,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
                          help='a file with a prompt on each line, in a .jsonl {"prompt": TEXT}, or a .json with a list '
                          "of these or of texts; -: standard input. Prints lines of JSON")  # fmt: skip
     add("--chat", action="store_true", help="prompts are questions or conversations; without any, a conversation")
-    add("--system", metavar="TEXT", help="with --chat: what the model is told before a conversation")
+    add("--system", type=stop_text, metavar="TEXT", help="with --chat: what the model is told before a conversation")
     add("--template", type=a_path, metavar="FILE", help="with --chat: another chat template than the model's")
     add("-g", "--tokens", type=natural, metavar="N", help="tokens to write at most (200; with --chat 1000)")
     add("--samples", type=positive, default=1, metavar="N", help="texts of each prompt (%(default)s)")
