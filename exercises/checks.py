@@ -915,5 +915,38 @@ def check_two_products(lab: Lab) -> None:
     lab.expect_no_waste()
 
 
+def check_four_bits(lab: Lab) -> None:
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    number_of = np.concatenate([numbers, -numbers, np.full(240, np.nan)])
+    middle, size = (numbers[:-1] + numbers[1:]) / 2, 16
+    x = normal(5, 4, size)
+    x[0] = 0
+    for i, amax in enumerate((6, 6.0000005, 3, -12)):  # at the end of a scale's range, and just beyond
+        x[1, i] = np.clip(x[1, i], -1, 1)
+        x[1, i, 3 * i] = amax
+    x[2] *= 2.0 ** np.array([[-90], [-20], [20], [90]])
+    scales = np.ones(x.shape[:2])
+    for row, column in np.argwhere(abs(x).max(axis=2) > 0):
+        scales[row, column] = next(2.0**k for k in range(-130, 130) if abs(x[row, column]).max() <= 6 * 2.0**k)
+    x = x.reshape(len(x), -1)
+    lab.expect("scales_of", lab.call("scales_of", x.copy(), size), scales)
+    sizes = np.concatenate([numbers, middle, (1 - 2.0**-20) * middle, (1 + 2.0**-20) * middle, [6.5, 100]])
+    codes = np.concatenate([np.arange(8), np.arange(7) + np.arange(7) % 2, np.arange(7), np.arange(1, 8), [7, 7]])
+    sizes, want = (np.resize(each, (2, 2 * size)) for each in (sizes, numbers[codes]))
+    for two in np.array([[1.0, 0.25], [2.0**-40, 8]]):
+        signs = np.where(np.arange(2 * size) % 3 == 0, -1.0, 1.0)
+        inp = signs * sizes * np.repeat(np.array([two, two[::-1]]), size, axis=1)
+        got = lab.call("quantize", inp.copy(), np.array([two, two[::-1]]), size)
+        if getattr(got, "dtype", None) != np.uint8:
+            raise Wrong("quantize has to return uint8")
+        lab.expect("quantize", number_of[got], signs * want, inputs=inp)
+    rng = np.random.default_rng(29)
+    a, b = (rng.integers(0, 16, (N, 48), np.uint8) for N in (5, 7))
+    scales_a, scales_b = (2.0 ** rng.integers(-9, 9, (N, 3)) for N in (5, 7))
+    inp, weight = (number_of[q] * np.repeat(scale, size, axis=1) for q, scale in ((a, scales_a), (b, scales_b)))
+    got = lab.call("product", a.copy(), scales_a.copy(), b.copy(), scales_b.copy(), size)
+    lab.expect("product", got, inp @ weight.T, ROUNDING)
+
+
 if __name__ == "__main__":
     run_program(main)

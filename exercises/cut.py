@@ -315,4 +315,5 @@ const Head head(out, lse, qkv, T, NH);
         "one_byte", "numbers_of: exponent, mantissa =", "scale_of: largest =", "quantize: sizes =", "product: return"
     ),
     Exercise("two_products", (Hole("two_products_kernel: float scores", "}", BODY),), microscope=True),
+    in_python("four_bits", "scales_of: amax =", "quantize: sizes =", "product: a, b ="),
 )

@@ -25,7 +25,6 @@ __device__ inline void matvec(floatX* out, const floatX* inp, const floatX* bias
                               Memory memory, float scale, Load load) {
     const int o = min((int)(blockIdx.x * blockDim.y + threadIdx.y), OC - 1), step = WIDTH * blockDim.x;
     const float b = bias != nullptr ? to_float(bias[o]) : 0.0f;  // now, so that it is there when the sum is
-    float r = 0.0f;
     Vec sum = {};
     for (int first = WIDTH * threadIdx.x; first < C; first += AT_ONCE * step) {
         decltype(load(o, 0)) w[AT_ONCE] = {};
@@ -35,10 +34,7 @@ __device__ inline void matvec(floatX* out, const floatX* inp, const floatX* bias
             const int i = first + b * step;
             if (i < C) w[b] = load(o, i);
         }
-        if (first < step) {
-            grid_dependency_synchronize();  // previous launches may write the input and residual, but no weights
-            if (residual != nullptr) r = to_float(residual[o]);
-        }
+        if (first < step) grid_dependency_synchronize();  // previous launches may write the input, but no weights
 #pragma unroll
         for (int b = 0; b < AT_ONCE; b++) {
             const int i = first + b * step;
@@ -53,5 +49,8 @@ __device__ inline void matvec(floatX* out, const floatX* inp, const floatX* bias
     float total = sum_of(sum);
     if (blockDim.x > WARP_SIZE) total = block_sum(total);
     else for (int i = blockDim.x / 2; i > 0; i /= 2) total += __shfl_xor_sync(0xffffffffu, total, i);
-    if (threadIdx.x == 0) set(out[o], scale * total + b + r);
+    if (threadIdx.x != 0) return;
+    // A load of the residual in front of the sum, beside those of the input, costs a token of GPT-2 4% more.
+    const float r = residual != nullptr ? to_float(residual[o]) : 0.0f;
+    set(out[o], scale * total + b + r);
 }

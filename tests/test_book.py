@@ -246,7 +246,7 @@ def copy(tmp_path_factory) -> Path:
     """A copy of the repository, with the data that needs no network, in which commands may write what they like."""
     copy = tmp_path_factory.mktemp("book") / ROOT.name
     for folder in "dev", "device", "doc", "exercises", "kernels", "llmc", "tests":
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.part"))
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.part", "work"))
     for path in *ROOT.glob("*.py"), *ROOT.glob("requirements*.txt"), ROOT / "README.md", ROOT / "pyproject.toml":
         shutil.copy(path, copy)
     assert run("python dev/data/python_docs.py", copy).returncode == 0

@@ -39,7 +39,7 @@ LARGE = {"C": 5120}, {"V": 128_256, "Vp": 128_256}  # channels, Pythia 12B; toke
 MAY_SPILL = {
     "flash_attention_backward_query_kernel_64": {90: 8, 100: 16, 120: 8},
     "layernorm_quantize_kernel": {89: 12, 100: 68, 120: 140},
-    "gelu_backward_fp8_kernel": {86: 8, 89: 8},
+    "gelu_backward_fp8_kernel": {89: 8},
 }
 
 # What kernels may read before grid_dependency_synchronize (dependent_launch.cuh), by the instruction's name: weights,
@@ -53,8 +53,12 @@ MAY_READ = {
 
 
 def meets(path: Path, build: tuple[int, str]) -> bool:
-    """Whether a file is for a GPU in a precision: one that is for a single architecture is in bf16."""
-    return not device.architecture_of(path) or build == (int(device.architecture_of(path).rstrip("a")), "bf16")
+    """Whether a GPU launches kernels of a file in a precision: those of fp8/ and fp16/ in theirs, whose other arrays
+    are bf16 and fp32; and those for a single architecture there, in bf16."""
+    capability, floats = build
+    if architecture := device.architecture_of(path):
+        return build == (int(architecture.rstrip("a")), "bf16")
+    return {"fp8": floats == "bf16" and capability >= 89, "fp16": floats == "fp32"}.get(path.parent.name, True)
 
 
 ALL = [(path, build) for path in KERNELS for build in (*BUILDS, *FURTHER) if meets(path, build)]

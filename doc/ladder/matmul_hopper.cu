@@ -224,7 +224,7 @@ struct StoreSlabs {
     }
 };
 
-// Ping-pong: each consumer has a whole tile, 192 sums a thread, and stores it while the other one multiplies.
+// Ping-pong: each consumer has a whole tile, 192 sums per thread, and stores it while the other one multiplies.
 extern "C" __global__ void CLUSTER_OF_A_PAIR __launch_bounds__(384, 1)
 pingpong_kernel(SETS const __grid_constant__ TensorMap c, const __grid_constant__ TensorMap a,
                 const __grid_constant__ TensorMap b, int M, int N, int K) {

@@ -38,7 +38,7 @@ import numpy as np
 #   Qwen3-0.6B, B 8       without attproj (93) 62.5 ms, with it 62.1
 #   SmolLM2-135M, B 16    no weight 42.2 ms, fc (77) 40.9, all (from 41 on) 39.5
 # By time alone smaller weights would be quantized. But the loss moves: with attproj that of Qwen3 was up to 0.71% above
-# bf16's, without it 0.38%; with all weights that of SmolLM2 differed by up to 0.76% (doc/18-one-byte.md).
+# bf16's, without it 0.38%; with all weights that of SmolLM2 differed by up to 0.76% (doc/tried.md).
 MIN_GAIN, WITHOUT_PRODUCERS = 80, 1.35
 
 
