@@ -19,6 +19,12 @@ With --prompts each text is a line of JSON: its "prompt", the number of its "sam
 prompt, the number of its "tokens", and as its "end" what ended it: the end of a text ("eot"), a stop text ("stop") or
 -g ("length"). Other fields of an object of a .jsonl or a .json are passed through. On a terminal, control characters
 are left out.
+
+    python generate.py -e run --chat                         # a conversation, by the chat template of the model
+    python generate.py -e run --prompts chats.jsonl --chat   # answers conversations, as dev/data/chat.py reads them
+
+In a conversation Ctrl-C ends an answer, /reset begins anew, and /quit or Ctrl-D ends it. What is typed meanwhile is the
+next message. The cache stays from turn to turn: only new tokens go through the model.
 """
 
 import argparse
@@ -31,10 +37,12 @@ from pathlib import Path
 
 sys.path.insert(0, __file__.rpartition("/")[0])  # python -P leaves it out
 import device
+from dev.chat import talk
 from dev.foreign import try_tokenizer
 from dev.hf.common import end_tokens
 from dev.scripts import NEEDED, find_model, kind_of
 from device.errors import UserError
+from llmc.data.chat import ChatTemplate, Conversation, conversation_of
 from llmc.data.find_tokenizer import load_model_tokenizer, named_tokenizer
 from llmc.data.hf_tokenizer import without_surrogates
 from llmc.data.tokenizer import StreamDecoder, Tokenizer
@@ -60,6 +68,7 @@ from llmc.step.generation import NOT_FINITE, Writer, model_for_inference
 from llmc.step.memory import check_text_memory
 from llmc.step.sampler import samplers_of
 
+CHAT_CONTEXT = 4096  # if neither -t nor a checkpoint says more or less
 MAX_TEXTS = 65535  # at once: a grid's second dimension
 share = limited(number, ((lambda x: 0 < x <= 1), "be above 0 and at most 1"))
 
@@ -107,7 +116,10 @@ def make_parser() -> argparse.ArgumentParser:
     prompts.add_argument("--prompts", type=a_name, metavar="FILE",
                          help='a file with a prompt on each line, in a .jsonl {"prompt": TEXT}, or a .json with a list '
                          "of these or of texts; -: standard input. Prints lines of JSON")  # fmt: skip
-    add("-g", "--tokens", type=natural, default=200, metavar="N", help="tokens to write at most (%(default)s)")
+    add("--chat", action="store_true", help="prompts are questions or conversations; without any, a conversation")
+    add("--system", type=stop_text, metavar="TEXT", help="with --chat: what the model is told before a conversation")
+    add("--template", type=a_path, metavar="FILE", help="with --chat: another chat template than the model's")
+    add("-g", "--tokens", type=natural, metavar="N", help="tokens to write at most (200; with --chat 1000)")
     add("--samples", type=positive, default=1, metavar="N", help="texts of each prompt (%(default)s)")
     add("--stop", type=stop_text, action="append", default=[], metavar="TEXT",
         help="end before this text; may be given several times")  # fmt: skip
@@ -156,7 +168,8 @@ def read_text(name: str, flag: str) -> str:
 
 def prompts_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
     """The prompts that the flags name, each with its name for messages. A prompt is an object with a text "prompt"; a
-    line of a .jsonl may have more in it. Raises UserError if there are none."""
+    line of a .jsonl may have more in it; with --chat it has a conversation, or a line is a question. Raises UserError
+    if there are none."""
     if args.prompt_file:
         text = read_text(args.prompt_file, "--prompt-file")
         text = text.removesuffix("\n").removesuffix("\r")
@@ -171,6 +184,9 @@ def prompts_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
     found, named = [], "standard input" if args.prompts == "-" else args.prompts
     for where, record in records_of(text, suffix):
         fields = {"prompt": record} if isinstance(record, str) else record
+        if args.chat:
+            found.append((f"{named}, {where}", fields))
+            continue
         if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
             raise UserError(f'{named}, {where}: not of the form {{"prompt": "text"}}')
         found.append((f"{named}, {where}", fields | {"prompt": without_surrogates(fields["prompt"])}))
@@ -219,6 +235,16 @@ def tokens_of(
             raise UserError(f"{name} has {len(tokens)} tokens, and the model sees {context}: {remedy}")
         found.append(tokens)
     return found
+
+
+def render(template: ChatTemplate, name: str, record: dict, system: str | None) -> str:
+    """The text before the answer to the conversation in a record."""
+    try:
+        messages, _ = conversation_of(record, answered=False)
+        given = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
+        return template.render(given + messages, prompt=True)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
 
 
 # Texts
@@ -327,6 +353,12 @@ def write(cache: Cache, texts: list[Text], tokens: list[list[int]], args: argpar
 
 def main(arguments: list[str] | None = None) -> None:
     args = make_parser().parse_args(arguments)
+    args.tokens = (1000 if args.chat else 200) if args.tokens is None else args.tokens
+    talks = args.chat and not (args.prompt or args.prompt_file or args.prompts)
+    if talks and args.samples > 1 or args.chat and args.no_bos:
+        raise UserError("a chat template begins a text, and a conversation has one: leave --no-bos and --samples out")
+    if (args.system or args.template) and not args.chat:
+        raise UserError("--system and --template are of a conversation: add --chat")
     device.use(args.device)
     device.use_precision(args.precision)
 
@@ -335,30 +367,42 @@ def main(arguments: list[str] | None = None) -> None:
     config = read_model_header(path, kind.Config, f"{NEEDED}; dev/download_starter_pack.sh fetches gpt2_124M.bin")
     trained = recorded_flags(kind.Config, training_flags(path), path.parent)
     context = context_of(trained.get("sequence_length"), args.context, config.max_seq_len)
-    prompts = prompts_of(args)
+    if talks and not args.context and not trained.get("sequence_length"):
+        context = min(context, CHAT_CONTEXT)
+    prompts = [] if talks else prompts_of(args)
     if args.tokenizer:
         args.tokenizer = named_tokenizer(args.tokenizer)
         try_tokenizer(args.tokenizer)
     tokenizer = load_model_tokenizer(
-        path, config.vocab_size, args.tokenizer, trained, any(f["prompt"] for _, f in prompts)
+        path, config.vocab_size, args.tokenizer, trained, args.chat or any(f["prompt"] for _, f in prompts)
     )
-    tokens = tokens_of(prompts, tokenizer, context, config.max_seq_len, not args.no_bos)
-    ends = set() if args.ignore_eot else tokenizer.ends | end_tokens(path)
+    ends, asked = set() if args.ignore_eot else tokenizer.ends | end_tokens(path), prompts
+    if args.chat:
+        template = ChatTemplate(Path(tokenizer.path), tokenizer, args.template)
+        asked = [(name, {"prompt": render(template, name, fields, args.system)}) for name, fields in prompts]
+    tokens = tokens_of(asked, tokenizer, context, config.max_seq_len, not args.no_bos and not args.chat)
     terminal = not args.prompts and sys.stdout.isatty()
-    if (count := len(tokens) * args.samples) > MAX_TEXTS:
+    if (count := len(tokens) * args.samples or 1) > MAX_TEXTS:
         raise UserError(f"{count} texts at once are more than {MAX_TEXTS}: lower --samples or give fewer prompts")
-    T = min(context, max(map(len, tokens)) + args.tokens)
+    T = context if talks else min(context, max(map(len, tokens)) + args.tokens)
     attention = trained_attention(path, trained.get("attention"), args.attention)
     attention = choose_attention(attention, config.head_size)
     check_text_memory(kind, config, count, T)
     cache = Cache(model_for_inference(kind, path, T), count, T, attention)
+    if talks:
+        def encode(messages: Conversation) -> list[int]:
+            named = [("the conversation", {"prompt": template.render(messages, prompt=True)})]
+            return tokens_of(named, tokenizer, sys.maxsize, sys.maxsize, bos=False)[0]
+
+        begin = lambda: Text({}, 0, "", StreamDecoder(tokenizer, terminal), args.stop, ends)  # noqa: E731
+        return talk(Writer(cache, args.temperature, args.top_k, args.top_p), encode, begin, args)
 
     tokens = [each for each in tokens for _ in range(args.samples)]
     texts = []
     for (_, fields), first in zip(prompts, tokens[:: args.samples], strict=True):
         for n in range(args.samples):
             decoder = StreamDecoder(tokenizer, terminal)
-            opening = "".join(decoder.push(token) for token in first[not args.no_bos :])
+            opening = "" if args.chat else "".join(decoder.push(token) for token in first[not args.no_bos :])
             texts.append(Text(fields, n, opening, decoder, args.stop, ends))
     write(cache, texts, tokens, args)
 

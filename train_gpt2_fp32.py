@@ -224,7 +224,7 @@ def training_step(training: Training, batches: Batches, stopped: Callable[[], bo
         if first:
             model.zero_grad()                                 # of what backward adds to
         model.forward(acts, batch)
-        model.loss(acts, batch, dloss=1 / batches.step_tokens, accumulate=not first)
+        model.loss(acts, batch, dloss=batch.dloss, accumulate=not first)
         model.backward(acts, batch, accumulate=not first)
 
     def train_step(step: int, learning_rate: float) -> bool:

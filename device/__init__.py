@@ -198,8 +198,8 @@ def scratch(purpose: str, shape: tuple[int, ...], dtype):
     return region[:size].view(dtype).reshape(shape)
 
 
-def constant(values: tuple[int, ...], dtype):
-    """A device array of these integers. It is made once, and nobody may write to it."""
+def constant(values: tuple[float, ...], dtype):
+    """A device array of these numbers. It is made once, and nobody may write to it."""
     key, made = (values, np.dtype(dtype)), current.device.constants
     if key not in made:
         made[key] = current.device.asarray(np.array(values, dtype))

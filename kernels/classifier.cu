@@ -1,8 +1,8 @@
 // Fused classifier: softmax cross-entropy over each row of logits (N, Vp) and its gradient, in one kernel.
 //   loss = log(sum_v exp(x_v)) - x_target;   dx_v = (softmax(x)_v - [v == target]) * dloss, written over x.
 // Only the first V of a row's Vp entries are the vocabulary. The others are padding: they do not count, and their
-// gradient is 0. If a loss is not finite, its row's gradient is NaN, and so the norm of the gradients shows it. If
-// dloss is 0, the caller wants only the loss, and x stays.
+// gradient is 0. If a loss is not finite, its row's gradient is NaN, and so the norm of the gradients shows it.
+// Without a dloss the caller wants only the loss, and x stays. A target below 0 is not learned: both are 0.
 // Memory-bound: the block reads the row once, for the running maximum and sum (online softmax, Milakov & Gimelshein
 // 2018). The row waits in shared memory until the block writes its gradient. All of it is on its way there before a
 // thread uses its first number. If shared memory is too small for a whole row, the block reads the rest twice.
@@ -17,12 +17,20 @@ __device__ inline float largest_of(Vec v) {
 
 // A block, one-dimensional, takes a row. Vp is a multiple of WIDTH. Shared memory holds the row's first `cached`
 // numbers, a multiple of WIDTH.
-extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(floatX* logits, float* losses, float dloss,
-                                                                          const int* targets, int V, int Vp,
-                                                                          int cached) {
+extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(floatX* logits, float* losses,
+                                                                          const float* step_dloss, const int* targets,
+                                                                          int V, int Vp, int cached) {
     DYNAMIC_SHARED(floatX, cache);
     const int n = blockIdx.x, target = targets[n];
     floatX* row = logits + (size_t)n * Vp;
+    float dloss = step_dloss ? *step_dloss : 0.0f;  // now, so that nobody waits for it later
+    if (target < 0) {
+        if (threadIdx.x == 0) losses[n] = 0.0f;
+        for (int i = WIDTH * threadIdx.x; step_dloss && i < Vp; i += WIDTH * blockDim.x) {
+            Aligned::store(row + i, {}, WIDTH);
+        }
+        return;
+    }
     // Each thread reads it before another overwrites it: the barriers of the two reductions come first.
     const float target_logit = to_float(row[target]);
 
@@ -49,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
 
     const float loss = logf(row_sum) + row_largest - target_logit;
     if (threadIdx.x == 0) losses[n] = loss;
-    if (dloss == 0.0f) return;
+    if (!step_dloss) return;
     if (!(loss < INFINITY)) dloss = 0.0f * INFINITY;
     const float scale = dloss / row_sum;
     // From the row's end to its start: L2 most likely still has what was read last.

@@ -70,6 +70,31 @@ def test_a_loss_that_is_not_finite_has_no_gradient(each_type):
     assert np.isnan(to_numpy(dlogits)[:, :100]).any(1).tolist() == [False, True, False]
 
 
+@on_each_type
+def test_a_target_that_is_not_learned_has_no_loss_and_no_gradient():
+    rng = np.random.default_rng(3)
+    logits, targets = exact(3 * normal(rng, 4, 5, 256)), rng.integers(0, 200, (4, 5), dtype=np.int32)
+    marked = np.where(rng.integers(0, 2, (4, 5)) == 1, targets, -1).astype(np.int32)
+    spoilt = np.where((marked < 0)[..., None], np.float32(np.nan), logits)
+    whole, losses = launch(fused_classifier, update(logits), write(4, 5, dtype=FP32), DLOSS, targets, 4, 5, 200, 256)
+    args = update(spoilt), write(4, 5, dtype=FP32), DLOSS, marked, 4, 5, 200, 256
+    found, found_losses = launch(fused_classifier, *args)
+    for got, want in (found, whole), (found_losses, losses):
+        got, want = to_numpy(got), to_numpy(want)
+        assert got[marked >= 0].tobytes() == want[marked >= 0].tobytes() and not got[marked < 0].any()
+
+
+@on_each_type
+def test_dloss_on_the_device_gives_the_same_bits():
+    rng = np.random.default_rng(4)
+    logits, targets = exact(normal(rng, 3, 5, 256)), rng.integers(0, 250, (3, 5), dtype=np.int32)
+    found = []
+    for dloss in DLOSS, Place("read", np.array([DLOSS], np.float32), FP32):
+        args = update(logits), write(3, 5, dtype=FP32), dloss, targets, 3, 5, 250, 256
+        found.append([to_numpy(each).tobytes() for each in launch(fused_classifier, *args)])
+    assert found[0] == found[1]
+
+
 def test_rows_are_found_beyond_two_to_the_31_elements(each_type):
     dev = each_type
     rows, V, Vp = 43000, 50257, 50304  # row 42691 is the first that lies beyond
@@ -141,7 +166,7 @@ def test_the_classifier_adds_to_its_weights_gradient(head):
 @pytest.mark.parametrize("R", [8, 33])
 def test_without_a_dloss_the_classifier_gives_losses_and_leaves_the_last_chunks_logits(head, R):
     args = write(B, T, dtype=FP32), scratch(R, VP), head.inp, parameter(head.weight), head.targets, B, T, C, V
-    losses, logits = launch(classifier, *args, dloss=0.0, shift=device.width() // 2)
+    losses, logits = launch(classifier, *args, shift=device.width() // 2)
     assert to_numpy(losses).tobytes() == to_numpy(run(head, R)[0]).tobytes()
     last = (B * T - 1) % R + 1
     want = (leaf(head.inp) @ leaf(head.weight).T).detach().flatten(0, 1)[-last:]

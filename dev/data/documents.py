@@ -26,12 +26,13 @@ File = tuple[str, str, int, int]  # path, kind, size in bytes, time of the last 
 
 
 def records_of(path: str, kind: str, fields: tuple[str, ...], blocks: Callable[..., Iterator[str]]) -> Iterator[Any]:
-    """The records of a file. Raises what Python's modules and datasets do where it is damaged."""
+    """The records of a file; of tables and of the formats of datasets the fields alone, or all if none are named.
+    Raises what Python's modules and datasets do where it is damaged."""
     if kind in ("parquet", "arrow"):
         datasets = common.library("datasets", path)
         rows = datasets.load_dataset(kind, data_files=glob.escape(path), split="train", streaming=True)
         check_fields(path, fields, rows.column_names)
-        yield from rows.select_columns(list(fields))
+        yield from rows.select_columns(list(fields)) if fields else rows
     elif kind in ("lines", "list"):
         blocks = partial(blocks, translate=False)  # JSON lines end at line feeds alone
         if kind == "list" and next(filter(None, map(str.lstrip, blocks())), "")[:1] == "[":

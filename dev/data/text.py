@@ -323,15 +323,13 @@ def listed(of: dict) -> str:
     return ", ".join(f"{key} {value}" for key, value in parts if value != "")
 
 
-def training_command(args: argparse.Namespace, tokens: int) -> str:
-    """What trains a small model on the data, or the model whose tokenizer they have, if it is beside the tokenizer.
-    tokens: for validation."""
-    tokenizer, script, model = Path(args.tokenizer), "train_gpt2_fp32.py", "d6"
+def training_command(tokenizer: Path, out: Path, flags: str) -> str:
+    """What trains a small model on the data, or the model whose tokenizer they have, if it is beside the tokenizer."""
+    script, model = "train_gpt2_fp32.py", "d6"
     for path in sorted(tokenizer.parent.glob("*.bin")):
         if tokenizer in model_tokenizers(path) and (found := script_of(first_word(path))):
             script, model = found, str(path)
-    sizes = f"-b 4 -t {min(256, 1 << (tokens // 5).bit_length() >> 1)} -x 1000"
-    return f"python {script} -i {shlex.quote(str(args.out))} -e {shlex.quote(model)} {sizes}"
+    return f"python {script} -i {shlex.quote(str(out))} -e {shlex.quote(model)} {flags}"
 
 
 def main() -> None:
@@ -386,7 +384,8 @@ def main() -> None:
         print(f"{line}.")
     if summary["special tokens"] and not args.special_tokens:
         print("These names of special tokens are encoded as text: --special-tokens encodes them as the tokens.")
-    print(f"\n    {training_command(args, summary['tokens']['val'])}")
+    T = min(256, 1 << (summary["tokens"]["val"] // 5).bit_length() >> 1)
+    print(f"\n    {training_command(Path(args.tokenizer), out, f'-b 4 -t {T} -x 1000')}")
 
 
 if __name__ == "__main__":

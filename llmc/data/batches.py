@@ -25,6 +25,9 @@ class Batches:
     first batch is rank 0's first, the next is rank 1's first, and so on. The page-locked arrays are double buffered:
     step n may fill slot n % 2 once the losses of step n - 2 have been read.
 
+    marked: whether the loader has targets that are not learned, -1. Then a step's first `read` reads all its batches,
+    because the loss is the mean over all targets that the step learns: learned, for each of two steps, at least 1.
+
     failure: why a batch could not be read; empty if all could be. begin: the device's event before the first batch of
     the last step; earlier work of the device is not the step's.
 
@@ -33,6 +36,7 @@ class Batches:
 
     def __init__(self, device_batch: Batch, losses, loader: DataLoader | EvalLoader, count: int = 1):
         self.device_batch, self.device_losses, self.loader, self.count = device_batch, losses, loader, count
+        self.marked, self.learned = getattr(loader, "marked", False), [self.step_tokens] * 2
         self.failure, self.begin = "", device.event()
         self.ends = deque(maxlen=2)  # of the step's last two batches
         needed, (free, _) = 2 * 4 * count * (device_batch.memory.size + losses.size), device.host_memory()
@@ -55,8 +59,15 @@ class Batches:
     def read(self, step: int, i: int) -> None:
         """Reads this rank's batch i into page-locked memory, for `send`, and skips those of the other ranks. If that
         fails, `failure` says why: all ranks must hear of it before they go on."""
-        for r in range(ranks.size()):
-            self.read_next(step, i) if r == ranks.rank() else self.loader.skip()
+        if self.marked and i > 0:
+            return  # it was read with the first
+        for n in range(self.count) if self.marked else [i]:
+            for r in range(ranks.size()):
+                self.read_next(step, n) if r == ranks.rank() else self.loader.skip()
+        if self.marked:
+            own = sum(count_learned(self.tokens(step, n)[1]) for n in range(self.count))
+            self.learned[step % 2] = max(1, sum(ranks.all_gather(own)))
+            self.batches[step % 2, :, -1] = dloss_word(self.learned[step % 2])
 
     def read_next(self, step: int, i: int) -> None:
         """Reads the loader's next batch, as batch i of a step."""
@@ -66,7 +77,8 @@ class Batches:
         except UserError as error:
             self.failure = str(error)
             tokens[:2] = 0
-        complete(self.batches[step % 2, i], self.device_batch, step, i * ranks.size() + ranks.rank())
+        number = i * ranks.size() + ranks.rank()
+        complete(self.batches[step % 2, i], self.device_batch, step, number, self.step_tokens)
 
     def stopped(self) -> bool:
         """Never true, but raises UserError if a batch could not be read. For callers that have no other reason to stop
@@ -92,10 +104,10 @@ class Batches:
             self.ends.append(device.event())
 
     def mean_loss(self, step: int) -> float:
-        """The mean over a step's batches on all ranks, once the device has finished it."""
+        """The mean over all targets that a step learns, on all ranks, once the device has finished it."""
         by_rank = ranks.all_gather([float(losses.mean(dtype=np.float64)) for losses in self.losses[step % 2]])
         means = [own[i] for i in range(self.count) for own in by_rank]  # in the order of the data
-        return sum(means) / len(means)
+        return sum(means) / len(means) * (self.step_tokens / self.learned[step % 2])
 
     def run(self, forward_loss: Callable[[], None]) -> np.ndarray:
         """Runs one batch, the loader's next, and waits for its losses (B,T). They mean nothing if there is a
@@ -129,26 +141,37 @@ class Batches:
 
 def tokens_in(words: np.ndarray, batch: Batch) -> np.ndarray:
     """The arrays (4,B,T) of a batch in its words on the host: inputs, targets, and the two of `sort_by_token`."""
-    return words[:-RANDOM_WORDS].reshape(4, batch.B, batch.T)
+    return words[: 4 * batch.B * batch.T].reshape(4, batch.B, batch.T)
 
 
-def complete(words: np.ndarray, batch: Batch, step: int, i: int) -> None:
-    """Sets what follows from a batch's inputs, and the random words of batch i of a step, in its words on the host."""
+def count_learned(targets: np.ndarray) -> int:
+    return int(np.count_nonzero(targets >= 0))
+
+
+def dloss_word(learned: int) -> np.int32:
+    """The bits of Batch.dloss, where a step learns so many targets."""
+    return np.float32(1 / learned).view(np.int32)
+
+
+def complete(words: np.ndarray, batch: Batch, step: int, i: int, learned: int) -> None:
+    """Sets what follows from a batch's inputs, the random words of batch i of a step, and dloss for a step that learns
+    so many targets, in the batch's words on the host."""
     tokens = tokens_in(words, batch)
     tokens[2:] = np.reshape(sort_by_token(tokens[0]), (2, batch.B, batch.T))
-    words[-RANDOM_WORDS:] = random_words(batch.dropout, step, i)
+    words[-RANDOM_WORDS - 1 : -1] = random_words(batch.dropout, step, i)
+    words[-1] = dloss_word(learned)
 
 
 def fill_batch(batch: Batch, inputs: np.ndarray, targets: np.ndarray, step: int = 0) -> None:
     """Fills a batch on the device from integers (B,T) on the host: tokens of the model's vocabulary, and the token
-    after each. step: decides which activations are dropped, if the batch has dropout. Raises UserError if they are
-    not integers of this shape."""
+    after each, or -1 where that is not learned. step: decides which activations are dropped, if the batch has dropout.
+    Raises UserError if they are not integers of this shape."""
     for values in map(np.asarray, (inputs, targets)):
         if values.shape != (batch.B, batch.T) or values.dtype.kind not in "iu":
             raise UserError(f"a batch takes integers ({batch.B}, {batch.T}), and not {values.dtype} {values.shape}")
     words = np.empty(batch.memory.size, np.int32)
     tokens_in(words, batch)[:2] = inputs, targets
-    complete(words, batch, step, 0)
+    complete(words, batch, step, 0, max(1, count_learned(np.asarray(targets))))
     batch.copy_in(words)
     device.synchronize()
 
@@ -160,21 +183,26 @@ def validate(
     text_bytes: Callable[[np.ndarray, np.ndarray], int] | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> tuple[float, float | None] | None:
-    """The mean loss over the first num_batches of the validation data, in nats a token, and the same in bits per byte
-    (`bits_per_byte`). text_bytes counts a batch's bytes (`Tokenizer.text_bytes`); without it the second is None.
-    Returns None in place of the pair if `stopped` before the end. Without `stopped`, raises UserError if a batch cannot
-    be read."""
+    """The mean loss over what is learned of the first num_batches of the validation data, in nats a token, and the same
+    in bits per byte (`bits_per_byte`). text_bytes counts a batch's bytes (`Tokenizer.text_bytes`); without it the
+    second is None. Returns None in place of the pair if `stopped` before the end. Raises UserError if nothing is
+    learned; without `stopped`, also if a batch cannot be read."""
 
     def work() -> list:
         loss = float(batches.run(forward_loss).mean(dtype=np.float64))
-        return [loss, 0 if text_bytes is None else text_bytes(*batches.tokens(0, 0)[:2])]
+        inputs, targets = batches.tokens(0, 0)[:2]
+        learned = targets >= 0
+        num_bytes = 0 if text_bytes is None else text_bytes(inputs[learned], targets[learned])
+        return [loss, num_bytes, count_learned(targets)]
 
     found = batches.each(num_batches, work, stopped)
     if found is None:
         return None
-    total, num_bytes = (sum(values) for values in zip(*found, strict=True))
-    loss, num_tokens = total / num_batches, num_batches * batches.device_batch.B * batches.device_batch.T
-    return loss, bits_per_byte(loss, num_tokens, num_bytes)
+    total, num_bytes, learned = (sum(values) for values in zip(*found, strict=True))
+    if not learned:
+        raise UserError(f"nothing of the first {num_batches} validation batches is learned: raise -m")
+    loss = total / num_batches * (num_batches * batches.device_batch.B * batches.device_batch.T / learned)
+    return loss, bits_per_byte(loss, learned, num_bytes)
 
 
 def bits_per_byte(loss: float, num_tokens: int, num_bytes: int) -> float | None:

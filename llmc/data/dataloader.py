@@ -12,7 +12,7 @@ from pathlib import Path
 from device.errors import UserError
 from kernels.encoder import sort_by_token as sort_by_token  # scripts of users import it from here
 from llmc.data.find_data import find_token_files
-from llmc.data.token_file import fingerprint, open_tokens
+from llmc.data.token_file import UNMARKED, fingerprint, open_tokens
 
 import numpy as np
 
@@ -29,13 +29,13 @@ class DataLoader:
 
     files: the files of the data that have at least one batch. num_tokens: tokens in all of them. num_batches: the
     batches that they have, each counted once: an epoch. unused: the tokens of these files that an epoch takes neither
-    as input nor as target. short: the tokens of each file that is shorter than a batch. fingerprint: identifies the
-    data (`fingerprint`). hashes: for each file its identity and the SHA-256 of its tokens, if they are known
-    (`identify`).
+    as input nor as target. short: the tokens of each file that is shorter than a batch. marked: whether a file says
+    which tokens are learned. fingerprint: identifies the data (`fingerprint`). hashes: for each file its identity and
+    the SHA-256 of its tokens, if they are known (`identify`).
 
     Raises UserError, with the name of the file, if one cannot be read, if all are shorter than a batch (B*T + 1
-    tokens), or if one has a token that is not below vocab_size. `next_batch` checks large files for such tokens, batch
-    by batch.
+    tokens), if one has rows of another T, or if one has a token that is not below vocab_size. `next_batch` checks large
+    files for such tokens, batch by batch.
     """
 
     def __init__(
@@ -45,9 +45,11 @@ class DataLoader:
         self.B, self.T, self.vocab_size, self.shuffle_seed = B, T, vocab_size, shuffle_seed
         files = {file: open_tokens(file, raw_tokens) for file in find_token_files(name, split)}
         for file, tokens in files.items():
+            if tokens.row not in (0, T):
+                raise UserError(f"{file}: each conversation begins a row of {tokens.row} tokens: use -t {tokens.row}")
             if tokens.size * tokens.dtype.itemsize <= CHECKED_AT_OPENING:
                 for piece in tokens.pieces():
-                    self._check_tokens(file, piece)
+                    self._check_tokens(file, piece & UNMARKED if tokens.marked else piece)
         longest = max(files, key=lambda file: files[file].size)
         if files[longest].size < B * T + 1:
             raise UserError(
@@ -55,6 +57,7 @@ class DataLoader:
                 f"which takes {B * T + 1}; lower -b or -t, or use more data"
             )
         self.files, self.shards = zip(*((f, t) for f, t in files.items() if t.size >= B * T + 1), strict=True)
+        self.marked = any(tokens.marked for tokens in self.shards)
         self.short = [tokens.size for tokens in files.values() if tokens.size < B * T + 1]
         self.num_tokens = sum(tokens.size for tokens in self.shards)
         self.num_batches = sum(map(self._batches_in, range(len(self.shards))))
@@ -67,15 +70,17 @@ class DataLoader:
         self._seek(epoch=0, place=0, batch=0)
 
     def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
-        """Fills inputs and targets, int32 (B, T) each, with the next batch."""
+        """Fills inputs and targets, int32 (B, T) each, with the next batch. A target that is not learned is -1."""
         T = self.T
         file, tokens = self.files[self._shard], self.shards[self._shard]
         windows = self._windows[self._batch * self.B : (self._batch + 1) * self.B]
         for row, window in enumerate(windows):
-            row_tokens = tokens[window * T : window * T + T + 1]
+            row_tokens = found = tokens[window * T : window * T + T + 1]
+            if tokens.marked:
+                row_tokens, found = found & UNMARKED, np.maximum(found, -1)
             self._check_tokens(file, row_tokens)
             inputs[row] = row_tokens[:-1]
-            targets[row] = row_tokens[1:]
+            targets[row] = found[1:]
         self.skip()
 
     def skip(self) -> None:

@@ -153,6 +153,11 @@ class HuggingFaceTokenizer(Tokenizer):
         with in_one_line(f"{self.path}: the tokenizers library cannot encode a text"):
             return self._library.encode(without_surrogates(text), add_special_tokens=False).ids
 
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        with in_one_line(f"{self.path}: the tokenizers library cannot encode a text"):
+            found = self._library.encode(without_surrogates(text), add_special_tokens=False)
+        return found.ids, found.offsets
+
     def encode_ordinary_batch(self, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
         self._library.encode_special_tokens = True  # as text
         texts = [without_surrogates(text) for text in texts]

@@ -4,6 +4,10 @@ A token file is llm.c's: int32[256] header, then the tokens. If the vocabulary h
 (20240520, 1, number of tokens) and the tokens are uint16. If it has more, the header is (20240801, 7, number of tokens)
 and the tokens are uint32. Or the file is NumPy's `.npy`, with integers. The first bytes of a file say which it is. Raw
 tokens have no such bytes, so --raw-tokens names their type.
+
+Of conversations a model learns the answers alone. Their files are our own: the header is (20261128, 1, number of
+tokens, T), and a token is int32. The top bit marks a token that is not learned: then it is negative, and `UNMARKED`
+takes the mark away. If T is not 0, each conversation begins a row of T tokens.
 """
 
 import hashlib
@@ -15,7 +19,7 @@ from device.errors import UserError, first_line
 from device.progress import telling
 from llmc.files.directory import close, why
 from llmc.files.files import HEADER_BYTES, check_size, file_size, make_header, open_file, read_header, replacing
-from llmc.files.magic import TOKENS, TOKENS_32, contents
+from llmc.files.magic import TOKENS, TOKENS_32, TOKENS_MARKED, contents
 
 import numpy as np
 
@@ -27,19 +31,23 @@ FINGERPRINTED = 2048    # tokens, at the beginning, the middle and the end of a 
 
 NPY = b"\x93NUMPY"  # NumPy's files begin with it
 RAW_TOKENS = ("uint8", "uint16", "uint32", "int32", "int64")
-FORMATS = {TOKENS: (1, np.dtype("<u2")), TOKENS_32: (7, np.dtype("<u4"))}  # magic number: version, a token
+MARK, UNMARKED = np.int32(-(2**31)), np.int32(2**31 - 1)
+# By magic number the version, and the type of a token.
+FORMATS = {TOKENS: (1, np.dtype("<u2")), TOKENS_32: (7, np.dtype("<u4")), TOKENS_MARKED: (1, np.dtype("<i4"))}
 
 
 class Tokens:
     """The tokens of a file, `size` of them: `tokens[5:9]` reads four. They are read and not mapped, because the system
     ends a process whose mapped file is cut. The file is open from the first read until `close`.
 
-    identity: what the file was when this object was made (`identity_of`). A read raises UserError if the system refuses
-    it, or if the file has changed since.
+    marked: whether tokens that are not learned are marked. row: the T of such a file's header; else 0. identity: what
+    the file was when this object was made (`identity_of`). A read raises UserError if the system refuses it, or if the
+    file has changed since.
     """
 
-    def __init__(self, path: str | Path, dtype: np.dtype, offset: int, size: int):
+    def __init__(self, path: str | Path, dtype: np.dtype, offset: int, size: int, marked: bool = False, row: int = 0):
         self.path, self.dtype, self.offset, self.size, self.file = path, np.dtype(dtype), offset, size, -1
+        self.marked, self.row = marked, row
         self.identity = identity_of(os.stat(path))
 
     def __getitem__(self, places: slice) -> np.ndarray:
@@ -109,7 +117,8 @@ def open_tokens(path: str | Path, raw_tokens: str | None = None) -> Tokens:
     if header[2] < 1:
         raise UserError(f"{path}: its header says that it holds {header[2]} tokens; {REMEDY}")
     check_size(path, HEADER_BYTES + dtype.itemsize * int(header[2]), REMEDY)
-    return Tokens(path, dtype, HEADER_BYTES, int(header[2]))
+    marked = magic == TOKENS_MARKED
+    return Tokens(path, dtype, HEADER_BYTES, int(header[2]), marked, int(header[3]) if marked else 0)
 
 
 def _open_npy(path: str | Path, size: int) -> Tokens:
@@ -139,20 +148,24 @@ def _raw_type(path: str | Path, size: int, raw_tokens: str | None) -> np.dtype:
     return dtype
 
 
-def write_tokens(path: str | Path, tokens: Iterable[int] | np.ndarray, vocab_size: int = 1 << 16) -> None:
+def write_tokens(
+    path: str | Path, tokens: Iterable[int] | np.ndarray, vocab_size: int = 1 << 16, marked: bool = False, row: int = 0
+) -> None:
     """Writes tokens, each 0..vocab_size-1, as a token file with a header; `path` appears whole or not at all.
 
     The size of the vocabulary decides how tokens are stored, whichever tokens there are. So all shards of a dataset are
-    alike. Raises UserError for a token that is not in the vocabulary, and for more tokens than a header can count.
+    alike. marked: the tokens are int32, with marks; row: of `Tokens`. Raises UserError for a token that is not in the
+    vocabulary, and for more tokens than a header can count.
     """
     tokens = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, dtype=np.int64)
     if tokens.size > MAX_TOKENS:
         raise UserError(f"{path}: {tokens.size} tokens, and a token file has at most {MAX_TOKENS}: write shards")
-    if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
-        raise UserError(f"{path}: tokens {tokens.min()}..{tokens.max()} are not all within 0..{vocab_size - 1}")
-    magic, version, dtype = token_format(vocab_size)
+    ids = tokens & UNMARKED if marked else tokens
+    if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
+        raise UserError(f"{path}: tokens {ids.min()}..{ids.max()} are not all within 0..{vocab_size - 1}")
+    magic, version, dtype = (TOKENS_MARKED, *FORMATS[TOKENS_MARKED]) if marked else token_format(vocab_size)
     with replacing(path) as file:
-        file.write(make_header(magic, version, tokens.size).tobytes())
+        file.write(make_header(magic, version, tokens.size, row).tobytes())
         file.write(np.ascontiguousarray(tokens, dtype).data)  # without another copy
 
 

@@ -108,6 +108,12 @@ class Tokenizer:
         with in_one_line("tiktoken cannot encode a text"):
             return self.encoding.encode(text, allowed_special="all") if text else []  # needs no vocabulary if empty
 
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The same, and of which characters of the text each token is: the first, and the one behind the last."""
+        ids = self.encode(text)
+        first = self.encoding.decode_with_offsets(ids)[1] if ids else []
+        return ids, list(zip(first, [*first[1:], len(text)], strict=True))
+
     def encode_ordinary_batch(self, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
         """The tokens of the texts of a dataset. The name of a special token in them is ordinary text.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 DEBUG_STATE, TOKENIZER, TOKENS, EVALUATION = 20240327, 20240328, 20240520, 20240522
-TOKENS_32 = 20240801
+TOKENS_32, TOKENS_MARKED = 20240801, 20261128
 
 CONTENTS = {
     DEBUG_STATE: "a debug state",
@@ -18,6 +18,7 @@ CONTENTS = {
     TOKENS: "GPT-2 tokens",
     EVALUATION: "a multiple-choice evaluation set",
     TOKENS_32: "tokens of 32 bits",
+    TOKENS_MARKED: "tokens of which some are marked as not learned",
 }
 
 

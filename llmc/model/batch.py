@@ -15,12 +15,13 @@ RANDOM_WORDS = 6  # see random_words
 
 
 class Batch:
-    """B sequences of T tokens on the device. All of it comes in one copy, to memory (4 B T + RANDOM_WORDS,), int32:
+    """B sequences of T tokens on the device. All of it comes in one copy, to memory (4 B T + RANDOM_WORDS + 1,), int32:
 
-    inputs, targets (B,T)   the tokens, and the token after each
+    inputs, targets (B,T)   the tokens, and the token after each; -1 for a target that is not learned
     by_token                two arrays (B T,), order and count, which sort_by_token of kernels/encoder.py makes of
                             the inputs, for the embedding's gradient
     random (RANDOM_WORDS,)  what random_words makes for dropout; None in a pass without it
+    dloss (1,), fp32        the gradient of each loss: 1 / the targets that the whole step learns
 
     fill_batch of llmc/data/batches.py fills all of it from tokens. For forward alone inputs are enough.
 
@@ -31,7 +32,7 @@ class Batch:
     """
 
     def __init__(self, B: int, T: int, dropout: tuple[float, int] | None = None, positions=None):
-        self.memory = device.zeros((4 * B * T + RANDOM_WORDS,), np.int32)
+        self.memory = device.zeros((4 * B * T + RANDOM_WORDS + 1,), np.int32)
         self._inputs, self.targets, *by_token = self.memory[: 4 * B * T].reshape(4, B, T)
         self.by_token = [array.reshape(-1) for array in by_token]
         self.dropout, self.positions, self.filled = dropout, positions, True
@@ -60,7 +61,11 @@ class Batch:
 
     @property
     def random(self):
-        return self.memory[-RANDOM_WORDS:] if self.dropout else None
+        return self.memory[-RANDOM_WORDS - 1 : -1] if self.dropout else None
+
+    @property
+    def dloss(self):
+        return self.memory[-1:].view(np.float32)
 
     def copy_in(self, words: np.ndarray) -> None:
         """Starts to copy the whole batch, as it lies in memory, from the host. It must not change until

@@ -63,18 +63,19 @@ class Writer:
         arrays = cache.token[1].inputs, cache.positions, self.states, acts.logits
         sample(*arrays, cache.B, V, Vp, cache.context, *self.drawing, drawn=self.drawn)
 
-    def read(self, texts: list[list[int]]) -> None:
-        """Runs forward on whole texts, of at most `context` tokens each, and draws the tokens that follow. If a text is
-        shorter than the longest one, rows behind its end are computed, too. Its next tokens overwrite them in the
-        cache."""
+    def read(self, texts: list[list[int]], kept: int = 0) -> None:
+        """Runs forward on texts, of at most `context` tokens each, and draws the tokens that follow. kept: the first
+        tokens of each that the cache has already; the text has more. If a text is shorter than the longest one, rows
+        behind its end are computed, too. Its next tokens overwrite them in the cache."""
+        texts = [text[kept:] for text in texts]
         cache, B, T = self.cache, self.cache.B, max(map(len, texts))
         acts, batch = cache.views(T)
         lengths, inputs = np.array([len(text) for text in texts], np.int32), np.zeros((B, T), np.int32)
         for row, text in zip(inputs, texts, strict=True):
             row[: len(text)] = text
-        zeros, ends = np.zeros(B, np.int32), lengths - 1
-        last = np.arange(B, dtype=np.int32) * T + ends
-        for array, values in ((batch.inputs, inputs), (cache.positions, zeros), (cache.last, last)):
+        begins, ends = np.full(B, kept, np.int32), kept + lengths - 1
+        last = np.arange(B, dtype=np.int32) * T + lengths - 1
+        for array, values in ((batch.inputs, inputs), (cache.positions, begins), (cache.last, last)):
             device.copy_in(array, values)
         cache.model.forward(acts, batch)
         device.copy_in(cache.positions, ends)
@@ -83,12 +84,13 @@ class Writer:
         device.synchronize()  # until now the device may have read the arrays on the host
 
     def tokens(
-        self, texts: list[list[int]], samplers: list[Sampler], count: int, finished: list[bool] | None = None
-    ) -> Iterator[list[int]]:
+        self, texts: list[list[int]], samplers: list[Sampler], count: int, finished: list[bool] | None = None,
+        kept: int = 0,
+    ) -> Iterator[list[int]]:  # fmt: skip
         """Yields the next `count` tokens of each of B texts: in each step a list with one token for each text. A text
         has at least one token. The samplers advance with each list. The caller may set finished[b] if it needs no more
         tokens of text b. When all are set, the iterator ends. The token of a text is NOT_FINITE, and those after it
-        mean nothing, if its logits are not finite.
+        mean nothing, if its logits are not finite. kept: of `read`, for the first time.
 
         A text has room for `context` tokens. If it gets longer, the model keeps its last context // 2 tokens, and
         computes them again.
@@ -111,7 +113,7 @@ class Writer:
                     seen = [text[:1] if done else text if len(text) <= room else text[-max(1, room // 2) :]
                             for text, done in zip(seen, finished, strict=True)]  # fmt: skip
                     lengths = [len(text) for text in seen]
-                    self.read(seen)
+                    self.read(seen, kept if given == 0 else 0)
                 else:
                     self.next_token()
                     lengths = [min(n + 1, room) for n in lengths]

@@ -101,7 +101,7 @@ class InOrder(GivenBatches):
 
     def __init__(self, batches: np.ndarray):
         super().__init__(batches.reshape(-1, *batches.shape[2:]))
-        self.count = 0
+        self.count, self.marked = 0, bool((batches < 0).any())
 
     def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
         super().next_batch(inputs, targets)
