@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import device
 import generate
 from conftest import refusal
+from dev.chat import typed
 from llmc.data.find_tokenizer import open_tokenizer
 from llmc.files.model_file import write_model
 from llmc.step.generation import Writer
@@ -138,6 +139,20 @@ def test_a_file_of_conversations_is_answered(made, converse, tmp_path):
     assert converse("", "--prompt", "the", "-g", 9)[0].out == their_answer(made, talk("the"), 9) + "\n"
 
 
+def test_ctrl_c_before_a_line_ends_nothing(monkeypatch, capsys):
+    lines = iter([KeyboardInterrupt, "one", "", EOFError])
+
+    def read(prompt: str) -> str:
+        line = next(lines)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+    assert [typed(terminal=True) for _ in range(3)] == ["one", " ", ""]
+    assert "/quit or Ctrl-D ends this" in capsys.readouterr().out
+
+
 def read_until(place: int, wanted: str) -> str:
     text, end = "", time.monotonic() + 60
     while wanted not in text:
@@ -168,8 +183,6 @@ def test_on_a_terminal_ctrl_c_ends_an_answer_and_what_is_typed_meanwhile_is_not_
     os.close(theirs)
     try:
         read_until(own, "> ")
-        os.write(own, b"\x03")  # ends nothing
-        read_until(own, "/quit or Ctrl-D ends this")
         os.write(own, b"one\n")
         read_until(own, "aaa")
         os.write(own, b"two\n")  # typed while it answers
