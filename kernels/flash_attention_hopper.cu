@@ -1,4 +1,4 @@
-// Causal attention as in flash_attention.cu, in bf16, with Hopper's own instructions: for GPUs of compute capability 9.0.
+// Causal attention as in flash_attention.cu, in bf16, with Hopper's own instructions: for compute capability 9.0.
 //
 // A warp issues mma.sync, after it has loaded the operands into registers. A warpgroup issues wgmma: four warps, which
 // have 64 rows together. This instruction reads a whole tile of keys or of values from shared memory by itself. The

@@ -1,5 +1,5 @@
-// Products with tensor cores (mma) and loads of their operands (ldmatrix), instructions of GPUs since compute capability
-// 8.0. Each has a twin in plain C++ for the CPU device.
+// Products with tensor cores (mma) and loads of their operands (ldmatrix), of GPUs since compute capability 8.0.
+// Each has a twin in plain C++ for the CPU device.
 //
 // The operands of a product, A (16, 8) B (8, 8) + C (16, 8), are spread over the lanes of a warp. With g = lane / 4 and
 // t = lane % 4, a lane holds

@@ -13,7 +13,6 @@ from llmc.data.find_tokenizer import open_tokenizer
 from llmc.data.token_file import MARK, UNMARKED, open_tokens, write_tokens
 from support.chats import TEMPLATES, save_tokenizer, talk
 
-import datasets
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -217,6 +216,7 @@ def test_a_dataset_of_chats(tmp_path, monkeypatch, capsys):
 
 
 def test_all_forms_in_all_kinds_of_files_have_the_same_conversations(tmp_path, monkeypatch, capsys):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     path, *_ = saved(tmp_path, "chatml")
     asked = [(f"the {n}?", f"in the {n} there") for n in range(20)]
     forms = [

@@ -11,7 +11,7 @@
 //                                     a wait for parity 1 is over at once.
 //   barrier_expect(barrier, bytes)    arrives; and the phase does not end before so many bytes have come.
 //   copy_box<ROWS>(to, x, 0, row, sequence, barrier)
-//                                     starts a copy of ROWS rows of 64 numbers, from this row of x on, to shared memory.
+//                                     starts a copy of ROWS rows of 64 numbers, from this row of x on, into `to`.
 //                                     Rows after the last one become zeros. Zeros count as bytes, too.
 //   warp_arrive(barrier)              waits for all lanes of the warp, and arrives once for them.
 // A row of a tile has eight chunks of 16 bytes, eight numbers each. The TMA swizzles them: chunk c of row r lies where
