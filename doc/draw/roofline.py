@@ -1,7 +1,6 @@
 """The roofline of an H200 with the kernels of a training step of GPT-2 124M, B 4, T 1024."""
 
 import json
-import re
 from math import log10
 from pathlib import Path
 
@@ -12,12 +11,10 @@ N, T, C, Vp, L = 4096, 1024, 768, 50304, 12
 
 
 def ceilings() -> tuple[float, float, float]:
-    """TFLOP/s of a TF32 product and TB/s of a copy, by doc/speed.md; TFLOP/s of a product without tensor cores."""
-    says = r"(\d+) TFLOP/s for a TF32 product of 8192\^3, (\d+) GB/s for a copy"
-    product, copy = re.search(says, " ".join((DOC / "speed.md").read_text("utf-8").split())).groups()
+    """TFLOP/s of a TF32 product of 8192^3, TB/s of a copy, TFLOP/s of a product without tensor cores: on an H200."""
     kept = json.loads((DOC / "ladder" / "measured.json").read_text("utf-8"))
     fp32 = 2 * N * 3072 * C / kept["times"]["matmul"]["cuBLAS in fp32"]["microseconds"] / 1e6
-    return float(product), float(copy) / 1000, fp32
+    return 420.0, 4.241, fp32
 
 
 def product(m: int, n: int, k: int, letters: str, share: float) -> tuple:
