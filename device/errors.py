@@ -75,7 +75,7 @@ def say_what_is_missing(kind: type[BaseException], error: BaseException, traceba
         return
     made = ROOT / ".venv"
     if (made / "bin" / "python").exists() and Path(sys.prefix).resolve() != made.resolve():
-        remedy = f"run this with {os.path.relpath(made / 'bin' / 'python')}, for which `make` installs the packages"
+        remedy = f"run this with {os.path.relpath(made / 'bin' / 'python')}, which `make setup` gives the packages"
     else:
         remedy = f"pip install -r {os.path.relpath(ROOT / requirements)}"
     print(f"error: {error.name} is missing: {remedy}", file=sys.stderr)
