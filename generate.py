@@ -339,7 +339,7 @@ def write(cache: Cache, texts: list[Text], tokens: list[list[int]], args: argpar
         if step == 0:
             first, before = now, written
         else:
-            rate = f": {(written - before) / (now - first):.1f} tokens a second"
+            rate = f": {(written - before) / (now - first):.1f} tokens per second"
         if args.prompts and now - said > 5 and not all(finished):
             said = now
             print(f"{step + 1} of at most {args.tokens} tokens of each text{rate}", file=sys.stderr)

@@ -42,7 +42,7 @@ class Batches:
         needed, (free, _) = 2 * 4 * count * (device_batch.memory.size + losses.size), device.host_memory()
         if count > 1 and needed > free:
             raise UserError(
-                f"-d {self.step_tokens} makes {count} batches a step on each rank; their tokens and losses take "
+                f"-d {self.step_tokens} makes {count} batches per step on each rank; their tokens and losses take "
                 f"{needed >> 20} MiB of the host's memory, and {free >> 20} MiB are free: lower -d"
             )
         self.batches = device.pinned((2, count, device_batch.memory.size), np.int32)
@@ -183,8 +183,8 @@ def validate(
     text_bytes: Callable[[np.ndarray, np.ndarray], int] | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> tuple[float, float | None] | None:
-    """The mean loss over what is learned of the first num_batches of the validation data, in nats a token, and the same
-    in bits per byte (`bits_per_byte`). text_bytes counts a batch's bytes (`Tokenizer.text_bytes`); without it the
+    """The mean loss over what is learned of the first num_batches of the validation data, in nats per token, and the
+    same in bits per byte (`bits_per_byte`). text_bytes counts a batch's bytes (`Tokenizer.text_bytes`); without it the
     second is None. Returns None in place of the pair if `stopped` before the end. Raises UserError if nothing is
     learned; without `stopped`, also if a batch cannot be read."""
 
@@ -206,8 +206,8 @@ def validate(
 
 
 def bits_per_byte(loss: float, num_tokens: int, num_bytes: int) -> float | None:
-    """Converts a mean loss over num_tokens targets, in nats a token, to bits per byte: the sum of the losses, in bits,
-    divided by num_bytes, the bytes of text that the targets stand for. None if they stand for no text.
+    """Converts a mean loss over num_tokens targets, in nats per token, to bits per byte: the sum of the losses, in
+    bits, divided by num_bytes, the bytes of text that the targets stand for. None if they stand for no text.
 
     It does not depend on how text is divided into tokens. So it compares models with different vocabularies, on the
     same text. A token that ends a text stands for no byte. But its loss counts, because the model must also predict
