@@ -19,7 +19,7 @@ def scores_and_weights() -> tuple[np.ndarray, np.ndarray]:
 
 def draw() -> str:
     right = LEFT + T * W + 48
-    figure = Figure(right + T * W + 64, TOP + T * H + 86, "The causal mask, before softmax and behind it")
+    figure = Figure(right + T * W + 64, TOP + T * H + 86, "The causal mask, before softmax and after it")
     scores, weights = scores_and_weights()
     for x0, title, matrix, masked in (
         (LEFT, "scores, masked", scores, "-∞"), (right, "weights: softmax of each row", weights, "0")

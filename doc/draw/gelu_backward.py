@@ -42,6 +42,6 @@ def draw() -> str:
         figure, 20, 376, 38,
         "Four passes: two read, two written. A lane loads 16 bytes, half a warp 256 in a row. A tile is 64 x 64.",
         "Four numbers of each matrix and four sums, one for each column.",
-        "Two barriers per tile. Many bytes are in flight behind them.", COLUMNS,
+        "Two barriers per tile. Many bytes are in flight after them.", COLUMNS,
     )  # fmt: skip
     return figure.svg()

@@ -1,4 +1,4 @@
-"""From (B, T, 3, NH, HS), as the product in front of attention writes it, to (B, NH, T, HS), a matrix for each head."""
+"""From (B, T, 3, NH, HS), as the product before attention writes it, to (B, NH, T, HS), a matrix for each head."""
 
 from doc.draw.figure import Figure
 

@@ -37,7 +37,7 @@ def draw() -> str:
     figure.text(30, 268, "dout", 13, colour="faint")
     figure.line(20, 78, 20, 274, arrow=True)
 
-    figure.text(10, 340, "then, behind a barrier, each thread walks down columns of these rows", 14, bold=True)
+    figure.text(10, 340, "then, after a barrier, each thread walks down columns of these rows", 14, bold=True)
     box(figure, 10, 362, 590, "dx = rstd · (dout · weight - mean(g) - n · mean(g · n))", "(N, C)", "f")
     box(figure, 690, 362, 184, "dresidual += dx", "(N, C), to memory", "c")
     figure.line(600, 385, 686, 385, arrow=True)

@@ -31,7 +31,7 @@ def numbered(i: int, pairs: bool) -> str:
 def matrix(
     figure: Figure, x0: int, y0: int, rows: int, holder: Callable, title: str, pairs: tuple[bool, bool] = (False, False)
 ) -> None:
-    """A matrix of 8 fields a row; `holder` says which lane holds a field, and in which of its registers. pairs: whether
+    """A matrix of 8 fields per row; `holder` says which lane holds a field, and in which of its registers. pairs: whether
     a field is two rows, or two columns."""
     figure.text(x0 + 4 * W, y0 - 26, title, 15, "middle", bold=True)
     for column in range(8):

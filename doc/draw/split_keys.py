@@ -1,5 +1,5 @@
 """Flash-decoding: a single query's keys and values, split among blocks, and the second kernel that adds up what they
-leave. The splits are of the cache's room, so that some lie behind the position."""
+leave. The splits are of the cache's room, so that some lie after the position."""
 
 from doc.draw.figure import Figure
 
