@@ -159,6 +159,7 @@ def test_a_template_may_not_leave_its_sandbox_and_may_refuse(tmp_path):
         ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns.__class__.mro() }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% for m in messages %}{{ m.content[:1] }}{% endfor %}", "does not put each answer"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }};{% endfor %}", "the turns before turn 2 in"),
     ):
         given = tmp_path / "t.jinja"
         given.write_text(source)
@@ -211,6 +212,13 @@ def test_a_dataset_of_chats(tmp_path, monkeypatch, capsys):
                         for n in range(40))  # fmt: skip
     assert (tmp_path / "out" / "chats_chat_template.jinja").read_text() == template.source
     assert "belongs to another dataset" in conftest.refusal(run, monkeypatch, capsys, *flags, "--learn", "all")
+    model = "--model", path.parent
+    assert "-o must be a prefix" in conftest.refusal(run, monkeypatch, capsys, file, *model)
+    assert "-o must be a prefix" in conftest.refusal(run, monkeypatch, capsys, file, *model, "-o", tmp_path)
+    few = [write_lines(tmp_path / f"{n}.jsonl", records[:n]) for n in (1, 2)]
+    refused = conftest.refusal(run, monkeypatch, capsys, few[0], *model, "-o", tmp_path / "few")
+    assert "1 conversations are too few" in refused and not list(tmp_path.glob("few_*"))
+    assert "conversations  train 1, val 1" in run(monkeypatch, capsys, few[1], *model, "-o", tmp_path / "few")
     shown = run(monkeypatch, capsys, file, "--model", path.parent, "--show", 1)
     assert "<|im_start|>assistant\n[there 0<|im_end|>]\n<|im_start|>user\nthen?" in shown
 
