@@ -31,8 +31,8 @@ def numbered(i: int, pairs: bool) -> str:
 def matrix(
     figure: Figure, x0: int, y0: int, rows: int, holder: Callable, title: str, pairs: tuple[bool, bool] = (False, False)
 ) -> None:
-    """A matrix of 8 fields per row; `holder` says which lane holds a field, and in which of its registers. pairs: whether
-    a field is two rows, or two columns."""
+    """A matrix of 8 fields per row; `holder` says which lane holds a field, and in which of its registers. pairs:
+    whether a field is two rows, or two columns."""
     figure.text(x0 + 4 * W, y0 - 26, title, 15, "middle", bold=True)
     for column in range(8):
         figure.text(x0 + column * W + W / 2, y0 - 7, numbered(column, pairs[1]), 11, "middle", "faint")
