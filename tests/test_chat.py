@@ -138,6 +138,8 @@ def test_records_are_known_by_their_keys():
     ({"messages": talk("q", "a"), "instruction": "q", "output": "a"}, "output, and must have one of"),
     ({"messages": talk("q", " ")}, "turn 2, the assistant's, is empty"),
     ({"messages": talk("q", "a", "q")}, "does not end with an answer"),
+    ({"messages": [{"role": "system", "content": "s"}]}, "does not end with an answer"),
+    ({"messages": [*talk("q", "a"), {"role": "system", "content": "s"}]}, "does not end with an answer"),
     ({"messages": talk("q", "a")[::-1]}, "turn 1 is the assistant's"),
     ({"messages": talk("q")[:1] * 2}, "turn 2 is the user's, and must be the assistant's"),
     ({"messages": []}, "no list of messages"),

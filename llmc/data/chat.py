@@ -90,7 +90,7 @@ def check_order(messages: Conversation, answered: bool) -> None:
             if not message["content"].strip():
                 raise UserError(f"turn {number}, the {role}'s, is empty")
             expected = "assistant" if role == "user" else "user"
-    if expected != ("user" if answered else "assistant") or len(messages) == 0:
+    if not messages or messages[-1]["role"] != ("assistant" if answered else "user"):
         raise UserError(f"it does not end with {'an answer' if answered else 'a question'}")
 
 
