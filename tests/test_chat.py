@@ -11,6 +11,7 @@ from llmc.data.chat import ChatTemplate, conversation_of
 from llmc.data.dataloader import DataLoader
 from llmc.data.find_tokenizer import open_tokenizer
 from llmc.data.token_file import MARK, UNMARKED, open_tokens, write_tokens
+from llmc.data.tokenizer import byte_tokenizer
 from support.chats import TEMPLATES, save_tokenizer, talk
 
 import numpy as np
@@ -110,6 +111,13 @@ def test_encoded_answers_are_whole_tokens_and_learn_says_which(tmp_path):
     encoder = chat.Encoder(tokenizer, template, "last", 20)
     assert encoder("here", record) is None
     assert encoder.places == {"left out: nothing to learn in its first 20 tokens": "here"}
+
+
+def test_all_bytes_of_a_character_are_learned():
+    """Also those of an answer's first one, of which each byte is a token."""
+    text, tokenizer = "a\u65e5\U0001f642\u00e9", byte_tokenizer()
+    places = [(n, n + 1) for n, character in enumerate(text) for _ in character.encode()]
+    assert tokenizer.encode_with_places(text) == ([*text.encode()], places)
 
 
 def test_records_are_known_by_their_keys():
