@@ -110,6 +110,12 @@ def test_reset_and_quit_and_a_context_that_is_full(made, converse):
     assert "shorten it, or raise -t" in said.err and all(new + kept <= 140 for new, kept in reads)
 
 
+def test_a_message_that_is_too_long_leaves_the_conversation_as_it_is(made, converse):
+    flags = "-g", 8, "-t", 150
+    said, _ = converse("the theatre?\n" + "x" * 300 + "\nthen?\n", *flags)
+    assert "shorten it" in said.err and said.out == converse("the theatre?\nthen?\n", *flags)[0].out
+
+
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(made, converse, monkeypatch):
     push, count, before = generate.Text.push, [0], signal.getsignal(signal.SIGINT)
 
