@@ -16,6 +16,8 @@ from llmc.step.sampler import Sampler
 def talk(writer: Writer, encode: Callable[[Conversation], list[int]], begin: Callable, args: Namespace) -> None:
     """Reads messages, a line each, and prints answers. encode: the tokens of a conversation up to its next answer.
     begin: makes an empty text (generate.py: Text)."""
+    if sys.stdin is None:
+        raise UserError("standard input is closed, and --chat reads messages there: open it, or name a --prompt")
     start: Conversation = [{"role": "system", "content": args.system}] if args.system else []
     messages, seen, sampler = list(start), [], Sampler(args.seed)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()

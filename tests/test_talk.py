@@ -116,6 +116,12 @@ def test_a_message_that_is_too_long_leaves_the_conversation_as_it_is(made, conve
     assert "shorten it" in said.err and said.out == converse("the theatre?\nthen?\n", *flags)[0].out
 
 
+def test_standard_input_may_be_closed(made, converse, monkeypatch):
+    device.use("cpu")
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input is closed" in refusal(generate.main, ["--device", "cpu", "--chat", "-e", str(made.path)])
+
+
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(made, converse, monkeypatch):
     push, count, before = generate.Text.push, [0], signal.getsignal(signal.SIGINT)
 
