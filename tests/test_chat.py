@@ -176,9 +176,12 @@ def test_a_template_may_not_leave_its_sandbox_and_may_refuse(tmp_path):
             ChatTemplate(path, tokenizer, given).answers(talk("aa", "bb"))
     with pytest.raises(UserError, match="does not know the role 'developer'"):
         ChatTemplate(path, tokenizer).render([{"role": "developer", "content": "x"}])
-    given.write_text("{% if %}")
-    assert "has a mistake" in conftest.refusal(ChatTemplate, path, tokenizer, given)
+    for source in "{% if %}", "{% for m in messages %}" * 30 + "{% endfor %}" * 30, "{{" + "(" * 3000 + ")" * 3000:
+        given.write_text(source)
+        assert "has a mistake" in conftest.refusal(ChatTemplate, path, tokenizer, given)
     (path.parent / "chat_template.jinja").unlink()
+    assert "no chat template" in conftest.refusal(ChatTemplate, path, tokenizer)
+    (path.parent / "tokenizer_config.json").write_text(json.dumps({"chat_template": [5, {"template": "x"}]}))
     assert "no chat template" in conftest.refusal(ChatTemplate, path, tokenizer)
 
 

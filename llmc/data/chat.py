@@ -134,7 +134,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self.template = environment.from_string(self.source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # Python's own, too
             raise UserError(f"{self.path}: the chat template has a mistake ({first_line(error)})") from None
 
     def render(self, messages: Conversation, prompt: bool = False) -> str:
@@ -199,7 +199,8 @@ def template_of(path: Path, given: Path | None) -> tuple[Path, str, dict[str, An
         with in_one_line(f"{place}: it cannot be read"):
             return place, place.read_text("utf-8"), special
     if isinstance(template, list):  # several, by name
-        template = {each["name"]: each["template"] for each in template}.get("default")
+        named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if not isinstance(template, str):
         raise UserError(f"{path}: no chat template is beside it; take an instruct model, or name one with --template")
     return beside["tokenizer_config.json"], template, special
