@@ -184,7 +184,7 @@ def prompts_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
     found, named = [], "standard input" if args.prompts == "-" else args.prompts
     for where, record in records_of(text, suffix):
         fields = {"prompt": record} if isinstance(record, str) else record
-        if args.chat:
+        if args.chat and fields is not None:
             found.append((f"{named}, {where}", fields))
             continue
         if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):

@@ -141,6 +141,7 @@ def test_records_are_known_by_their_keys():
 
 @pytest.mark.parametrize("record, wrong", [
     (["q", "a"], "list"),
+    ({}, "it has nothing, and must"),
     ({"text": "a"}, "it has text, and must have one of messages, conversations"),
     ({"prompt": "q"}, "it has prompt, and must"),
     ({"messages": talk("q", "a"), "instruction": "q", "output": "a"}, "output, and must have one of"),
@@ -226,6 +227,14 @@ def test_a_dataset_of_chats(tmp_path, monkeypatch, capsys):
     assert "belongs to another dataset" in conftest.refusal(run, monkeypatch, capsys, *flags, "--learn", "all")
     shown = run(monkeypatch, capsys, file, "--model", path.parent, "--show", 1)
     assert "<|im_start|>assistant\n[there 0<|im_end|>]\n<|im_start|>user\nthen?" in shown
+
+
+def test_files_without_a_conversation_are_refused(tmp_path, monkeypatch, capsys):
+    path, *_ = saved(tmp_path, "chatml")
+    file = write_lines(tmp_path / "c.jsonl", [{"text": "x"}])
+    assert "too few conversations, 0" in conftest.refusal(run, monkeypatch, capsys, file, "--model", path, "--show", 1)
+    file.write_bytes(b'{"prompt": "\xe9", "completion": "e"}')
+    assert "save it as UTF-8" in conftest.refusal(run, monkeypatch, capsys, file, "--model", path, "--show", 1)
 
 
 def test_all_forms_in_all_kinds_of_files_have_the_same_conversations(tmp_path, monkeypatch, capsys):

@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
 from dev.data import common
-from dev.data.documents import UNDECODABLE_REMEDY, File, records_of
+from dev.data.documents import File, records_of
 from dev.data.text import LEAST, find_files, for_validation, listed, share, training_command
 from device.errors import UserError, first_line
 from device.progress import telling
@@ -68,7 +68,7 @@ def records(files: list[File]) -> Iterator[tuple[str, object]]:
     for path, kind, *_ in files:
         if kind not in KINDS:
             raise UserError(f"{path}: conversations are records: use .jsonl, .json, .parquet or .arrow")
-        done, blocks = 0, partial(common.blocks_of, path, "utf-8", UNDECODABLE_REMEDY)
+        done, blocks = 0, partial(common.blocks_of, path, "utf-8")
         try:
             for done, record in enumerate(records_of(path, kind, (), blocks), 1):  # noqa: B007  for the message
                 yield f"{path}, record {done}", record
@@ -165,12 +165,12 @@ def main() -> None:
     for note in encoder.notes:
         print(f"{note}: {encoder.notes[note]:,} (first: {encoder.places[note]})")
     conversations = list(found.values())
+    if len(conversations) < (1 if args.show else 2):
+        raise UserError(f"{args.paths[0]}: too few conversations, {len(conversations)}: name more, or others")
     if args.show:
         for tokens in conversations:
             print(f"\n{shown(tokens, tokenizer, sys.stdout.isatty())}")
         return
-    if len(conversations) < 2:
-        raise UserError(f"{args.paths[0]}: {len(conversations)} conversations are too few: name more, or others")
     sizes = np.array([len(tokens) for tokens in conversations], np.uint64)
     val = for_validation(np.array([int.from_bytes(key[:8], "little") for key in found], np.uint64), sizes, args.val,
                          LEAST)  # fmt: skip

@@ -33,7 +33,8 @@ def conversation_of(record: Any, answered: bool = True) -> tuple[Conversation, s
     forms = [form for form in FORMS if there.issuperset(form if answered else form[:1])]
     if len(forms) != 1:
         keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-        raise UserError(f"it has {keys[:200]}, and must have one of {', '.join(' and '.join(form) for form in FORMS)}")
+        needed = ", ".join(" and ".join(form if answered else form[:1]) for form in FORMS)
+        raise UserError(f"it has {keys[:200] or 'nothing'}, and must have one of {needed}")
     parts = [record[key] for key in forms[0] if key in there]
     if forms[0][0] == "instruction" and record.get("input"):
         parts[0] = f"{content_of(parts[0])}\n\n{content_of(record['input'])}"
