@@ -1,6 +1,7 @@
 """Conversations: what is read, the template's text against transformers', and which tokens are learned."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -235,6 +236,17 @@ def test_files_without_a_conversation_are_refused(tmp_path, monkeypatch, capsys)
     assert "too few conversations, 0" in conftest.refusal(run, monkeypatch, capsys, file, "--model", path, "--show", 1)
     file.write_bytes(b'{"prompt": "\xe9", "completion": "e"}')
     assert "save it as UTF-8" in conftest.refusal(run, monkeypatch, capsys, file, "--model", path, "--show", 1)
+
+
+def test_the_command_fits_both_splits(tmp_path, monkeypatch, capsys):
+    path, tokenizer, _, _ = saved(tmp_path, "chatml")
+    long = {"prompt": "q0", "completion": "a b " * 300}
+    for n in range(4):  # in one of these the long conversation is for validation
+        file = write_lines(tmp_path / f"{n}.jsonl", [long, *({"prompt": f"{n}", "completion": c} for c in "cdf")])
+        said = run(monkeypatch, capsys, file, "--model", path, "-o", tmp_path / f"o{n}")
+        B, T = map(int, re.search(r"-b (\d+) -t (\d+)", said).groups())
+        for split in "train", "val":
+            DataLoader(tmp_path / f"o{n}", split, B, T, tokenizer.vocab_size)
 
 
 def test_all_forms_in_all_kinds_of_files_have_the_same_conversations(tmp_path, monkeypatch, capsys):

@@ -193,8 +193,9 @@ def main() -> None:
     summary["duplicates"] = duplicates
     for name, of in summary.items():
         print(f"{name:14} {listed(of) if isinstance(of, dict) else of}")
-    T = args.sequence_length if row else min(args.sequence_length, summary["tokens"]["val"] - 1)
-    B = max(1, min(4, len(which) if row else (summary["tokens"]["val"] - 1) // T))
+    fewest, targets = min(summary["conversations"].values()), min(summary["tokens"].values()) - 1
+    T = args.sequence_length if row else min(args.sequence_length, targets)
+    B = min(4, fewest if row else targets // T)
     print(f"\n    {training_command(path, args.out, f'-b {B} -t {T} -l 1e-5')}")
 
 
