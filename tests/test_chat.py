@@ -249,6 +249,13 @@ def test_the_command_fits_both_splits(tmp_path, monkeypatch, capsys):
             DataLoader(tmp_path / f"o{n}", split, B, T, tokenizer.vocab_size)
 
 
+def test_what_ends_a_text_in_config_json_is_kept(tmp_path):
+    (tmp_path / "c_config.json").write_text('{"eos_token_id": 3}')
+    (tmp_path / "c_generation_config.json").write_text('{"top_k": 5}')
+    chat.write_ends(tmp_path / "c", {7})
+    assert json.loads((tmp_path / "c_generation_config.json").read_text()) == {"top_k": 5, "eos_token_id": [3, 7]}
+
+
 def test_all_forms_in_all_kinds_of_files_have_the_same_conversations(tmp_path, monkeypatch, capsys):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     path, *_ = saved(tmp_path, "chatml")

@@ -138,9 +138,9 @@ def write_ends(prefix: Path, ends: set[int]) -> None:
     """Adds the tokens that end an answer to those in generation_config.json: all programs end a text there, also
     transformers with the exported model."""
     path, config = (prefix.with_name(f"{prefix.name}_{name}.json") for name in ("generation_config", "config"))
-    content = read_json(path) if path.is_file() else {}
-    known = (content or (read_json(config) if config.is_file() else {})).get("eos_token_id")
-    known = known if isinstance(known, list) else [known] * (known is not None)
+    content, other = (read_json(file) if file.is_file() else {} for file in (path, config))
+    known = next((found for of in (content, other) if (found := of.get("eos_token_id")) is not None), [])
+    known = known if isinstance(known, list) else [known]
     if ends - {*known}:
         with replacing(path) as file:
             file.write(json.dumps(content | {"eos_token_id": known + sorted(ends - {*known})}, indent=2).encode())
