@@ -378,7 +378,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     ends, asked = set() if args.ignore_eot else tokenizer.ends | end_tokens(path), prompts
     if args.chat:
-        template = ChatTemplate(Path(tokenizer.path), tokenizer, args.template)
+        template = ChatTemplate(Path(args.tokenizer or tokenizer.path), tokenizer, args.template)
         asked = [(name, {"prompt": render(template, name, fields, args.system)}) for name, fields in prompts]
     tokens = tokens_of(asked, tokenizer, context, config.max_seq_len, not args.no_bos and not args.chat)
     terminal = not args.prompts and sys.stdout.isatty()

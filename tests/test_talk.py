@@ -148,6 +148,7 @@ def test_a_file_of_conversations_is_answered(made, converse, tmp_path):
     assert "line 1: turn 3, the user's, is empty" in refusal(converse, "", "--prompts", file)
     file.write_text('"a"\n{"prompt": "b"\n')
     assert "line 2: not of the form" in refusal(converse, "", "--prompts", file)
+    assert refusal(converse, "", "--tokenizer", "bytes").startswith("bytes: no chat template")
     for flags in ("--no-bos",), ("--samples", 2):
         assert "leave --no-bos and --samples out" in refusal(converse, "", *flags)
     assert converse("", "--prompt", "the", "-g", 9)[0].out == their_answer(made, talk("the"), 9) + "\n"
