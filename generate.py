@@ -184,7 +184,7 @@ def prompts_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
     found, named = [], "standard input" if args.prompts == "-" else args.prompts
     for where, record in records_of(text, suffix):
         fields = {"prompt": record} if isinstance(record, str) else record
-        if args.chat:
+        if args.chat and fields is not None:
             found.append((f"{named}, {where}", fields))
             continue
         if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
@@ -378,7 +378,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     ends, asked = set() if args.ignore_eot else tokenizer.ends | end_tokens(path), prompts
     if args.chat:
-        template = ChatTemplate(Path(tokenizer.path), tokenizer, args.template)
+        template = ChatTemplate(Path(args.tokenizer or tokenizer.path), tokenizer, args.template)
         asked = [(name, {"prompt": render(template, name, fields, args.system)}) for name, fields in prompts]
     tokens = tokens_of(asked, tokenizer, context, config.max_seq_len, not args.no_bos and not args.chat)
     terminal = not args.prompts and sys.stdout.isatty()

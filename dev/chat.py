@@ -16,6 +16,8 @@ from llmc.step.sampler import Sampler
 def talk(writer: Writer, encode: Callable[[Conversation], list[int]], begin: Callable, args: Namespace) -> None:
     """Reads messages, a line each, and prints answers. encode: the tokens of a conversation up to its next answer.
     begin: makes an empty text (generate.py: Text)."""
+    if sys.stdin is None:
+        raise UserError("standard input is closed, and --chat reads messages there: open it, or name a --prompt")
     start: Conversation = [{"role": "system", "content": args.system}] if args.system else []
     messages, seen, sampler = list(start), [], Sampler(args.seed)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -72,13 +74,14 @@ def fitting(messages: Conversation, first: int, encode: Callable, context: int, 
     """The tokens before the next answer. If they leave room for less than `count` tokens, or less than a quarter of the
     context, the oldest turns, from messages[first] on, are removed. Raises UserError if the last message alone is too
     long."""
-    room, before = context - min(count, context // 4), len(messages)
-    while len(tokens := encode(messages)) > room:
-        if len(messages) <= first + 1:
+    room, left = context - min(count, context // 4), list(messages)
+    while len(tokens := encode(left)) > room:
+        if len(left) <= first + 1:
             wrong = f"this message makes {len(tokens)} tokens, and there is room for {room}"
             raise UserError(f"{wrong}: shorten it, or raise -t")
-        del messages[first : first + 2]
-    if len(messages) < before:
+        del left[first : first + 2]
+    if len(left) < len(messages):
+        messages[:] = left
         say(f"the context of {context} tokens is full: the oldest turns are left out")
     return tokens
 

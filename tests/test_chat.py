@@ -1,6 +1,7 @@
 """Conversations: what is read, the template's text against transformers', and which tokens are learned."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from llmc.data.chat import ChatTemplate, conversation_of
 from llmc.data.dataloader import DataLoader
 from llmc.data.find_tokenizer import open_tokenizer
 from llmc.data.token_file import MARK, UNMARKED, open_tokens, write_tokens
+from llmc.data.tokenizer import byte_tokenizer
 from support.chats import TEMPLATES, save_tokenizer, talk
 
 import numpy as np
@@ -112,6 +114,13 @@ def test_encoded_answers_are_whole_tokens_and_learn_says_which(tmp_path):
     assert encoder.places == {"left out: nothing to learn in its first 20 tokens": "here"}
 
 
+def test_all_bytes_of_a_character_are_learned():
+    """Also those of an answer's first one, of which each byte is a token."""
+    text, tokenizer = "a\u65e5\U0001f642\u00e9", byte_tokenizer()
+    places = [(n, n + 1) for n, character in enumerate(text) for _ in character.encode()]
+    assert tokenizer.encode_with_places(text) == ([*text.encode()], places)
+
+
 def test_records_are_known_by_their_keys():
     wanted = talk("q", "a")
     for record in (
@@ -133,11 +142,14 @@ def test_records_are_known_by_their_keys():
 
 @pytest.mark.parametrize("record, wrong", [
     (["q", "a"], "list"),
+    ({}, "it has nothing, and must"),
     ({"text": "a"}, "it has text, and must have one of messages, conversations"),
     ({"prompt": "q"}, "it has prompt, and must"),
     ({"messages": talk("q", "a"), "instruction": "q", "output": "a"}, "output, and must have one of"),
     ({"messages": talk("q", " ")}, "turn 2, the assistant's, is empty"),
     ({"messages": talk("q", "a", "q")}, "does not end with an answer"),
+    ({"messages": [{"role": "system", "content": "s"}]}, "does not end with an answer"),
+    ({"messages": [*talk("q", "a"), {"role": "system", "content": "s"}]}, "does not end with an answer"),
     ({"messages": talk("q", "a")[::-1]}, "turn 1 is the assistant's"),
     ({"messages": talk("q")[:1] * 2}, "turn 2 is the user's, and must be the assistant's"),
     ({"messages": []}, "no list of messages"),
@@ -167,9 +179,12 @@ def test_a_template_may_not_leave_its_sandbox_and_may_refuse(tmp_path):
             ChatTemplate(path, tokenizer, given).answers(talk("aa", "bb"))
     with pytest.raises(UserError, match="does not know the role 'developer'"):
         ChatTemplate(path, tokenizer).render([{"role": "developer", "content": "x"}])
-    given.write_text("{% if %}")
-    assert "has a mistake" in conftest.refusal(ChatTemplate, path, tokenizer, given)
+    for source in "{% if %}", "{% for m in messages %}" * 30 + "{% endfor %}" * 30, "{{" + "(" * 3000 + ")" * 3000:
+        given.write_text(source)
+        assert "has a mistake" in conftest.refusal(ChatTemplate, path, tokenizer, given)
     (path.parent / "chat_template.jinja").unlink()
+    assert "no chat template" in conftest.refusal(ChatTemplate, path, tokenizer)
+    (path.parent / "tokenizer_config.json").write_text(json.dumps({"chat_template": [5, {"template": "x"}]}))
     assert "no chat template" in conftest.refusal(ChatTemplate, path, tokenizer)
 
 
@@ -221,6 +236,32 @@ def test_a_dataset_of_chats(tmp_path, monkeypatch, capsys):
     assert "conversations  train 1, val 1" in run(monkeypatch, capsys, few[1], *model, "-o", tmp_path / "few")
     shown = run(monkeypatch, capsys, file, "--model", path.parent, "--show", 1)
     assert "<|im_start|>assistant\n[there 0<|im_end|>]\n<|im_start|>user\nthen?" in shown
+
+
+def test_files_without_a_conversation_are_refused(tmp_path, monkeypatch, capsys):
+    path, *_ = saved(tmp_path, "chatml")
+    file = write_lines(tmp_path / "c.jsonl", [{"text": "x"}])
+    assert "too few conversations, 0" in conftest.refusal(run, monkeypatch, capsys, file, "--model", path, "--show", 1)
+    file.write_bytes(b'{"prompt": "\xe9", "completion": "e"}')
+    assert "save it as UTF-8" in conftest.refusal(run, monkeypatch, capsys, file, "--model", path, "--show", 1)
+
+
+def test_the_command_fits_both_splits(tmp_path, monkeypatch, capsys):
+    path, tokenizer, _, _ = saved(tmp_path, "chatml")
+    long = {"prompt": "q0", "completion": "a b " * 300}
+    for n in range(4):  # in one of these the long conversation is for validation
+        file = write_lines(tmp_path / f"{n}.jsonl", [long, *({"prompt": f"{n}", "completion": c} for c in "cdf")])
+        said = run(monkeypatch, capsys, file, "--model", path, "-o", tmp_path / f"o{n}")
+        B, T = map(int, re.search(r"-b (\d+) -t (\d+)", said).groups())
+        for split in "train", "val":
+            DataLoader(tmp_path / f"o{n}", split, B, T, tokenizer.vocab_size)
+
+
+def test_what_ends_a_text_in_config_json_is_kept(tmp_path):
+    (tmp_path / "c_config.json").write_text('{"eos_token_id": 3}')
+    (tmp_path / "c_generation_config.json").write_text('{"top_k": 5}')
+    chat.write_ends(tmp_path / "c", {7})
+    assert json.loads((tmp_path / "c_generation_config.json").read_text()) == {"top_k": 5, "eos_token_id": [3, 7]}
 
 
 def test_all_forms_in_all_kinds_of_files_have_the_same_conversations(tmp_path, monkeypatch, capsys):

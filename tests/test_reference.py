@@ -184,3 +184,5 @@ def test_in_bf16_pytorch_trains_under_autocast(tmp_path, rng, monkeypatch):
     fp32, bf16 = losses
     assert fp32 != pytest.approx(bf16, abs=1e-5) and fp32 == pytest.approx(bf16, abs=1e-2)
     assert refusal(train_torch.main, ["--precision", "fp8"]).startswith("--precision fp8: PyTorch itself has none")
+    write_tokens(tmp_path / "data_val.bin", np.arange(99), marked=True)
+    assert "some of these are marked" in refusal(train_torch.main, [*flags.split(), "-i", "data"])

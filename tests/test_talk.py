@@ -110,6 +110,18 @@ def test_reset_and_quit_and_a_context_that_is_full(made, converse):
     assert "shorten it, or raise -t" in said.err and all(new + kept <= 140 for new, kept in reads)
 
 
+def test_a_message_that_is_too_long_leaves_the_conversation_as_it_is(made, converse):
+    flags = "-g", 8, "-t", 150
+    said, _ = converse("the theatre?\n" + "x" * 300 + "\nthen?\n", *flags)
+    assert "shorten it" in said.err and said.out == converse("the theatre?\nthen?\n", *flags)[0].out
+
+
+def test_standard_input_may_be_closed(made, converse, monkeypatch):
+    device.use("cpu")
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input is closed" in refusal(generate.main, ["--device", "cpu", "--chat", "-e", str(made.path)])
+
+
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(made, converse, monkeypatch):
     push, count, before = generate.Text.push, [0], signal.getsignal(signal.SIGINT)
 
@@ -134,6 +146,9 @@ def test_a_file_of_conversations_is_answered(made, converse, tmp_path):
     assert found[1]["text"] == their_answer(made, talk("the"), 9)
     file.write_text(json.dumps({"messages": talk("a", "b", "")}))
     assert "line 1: turn 3, the user's, is empty" in refusal(converse, "", "--prompts", file)
+    file.write_text('"a"\n{"prompt": "b"\n')
+    assert "line 2: not of the form" in refusal(converse, "", "--prompts", file)
+    assert refusal(converse, "", "--tokenizer", "bytes").startswith("bytes: no chat template")
     for flags in ("--no-bos",), ("--samples", 2):
         assert "leave --no-bos and --samples out" in refusal(converse, "", *flags)
     assert converse("", "--prompt", "the", "-g", 9)[0].out == their_answer(made, talk("the"), 9) + "\n"

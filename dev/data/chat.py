@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
 from dev.data import common
-from dev.data.documents import UNDECODABLE_REMEDY, File, records_of
+from dev.data.documents import File, records_of
 from dev.data.text import LEAST, find_files, for_validation, listed, share, training_command
 from device.errors import UserError, first_line
 from device.progress import telling
@@ -68,7 +68,7 @@ def records(files: list[File]) -> Iterator[tuple[str, object]]:
     for path, kind, *_ in files:
         if kind not in KINDS:
             raise UserError(f"{path}: conversations are records: use .jsonl, .json, .parquet or .arrow")
-        done, blocks = 0, partial(common.blocks_of, path, "utf-8", UNDECODABLE_REMEDY)
+        done, blocks = 0, partial(common.blocks_of, path, "utf-8")
         try:
             for done, record in enumerate(records_of(path, kind, (), blocks), 1):  # noqa: B007  for the message
                 yield f"{path}, record {done}", record
@@ -138,9 +138,9 @@ def write_ends(prefix: Path, ends: set[int]) -> None:
     """Adds the tokens that end an answer to those in generation_config.json: all programs end a text there, also
     transformers with the exported model."""
     path, config = (prefix.with_name(f"{prefix.name}_{name}.json") for name in ("generation_config", "config"))
-    content = read_json(path) if path.is_file() else {}
-    known = (content or (read_json(config) if config.is_file() else {})).get("eos_token_id")
-    known = known if isinstance(known, list) else [known] * (known is not None)
+    content, other = (read_json(file) if file.is_file() else {} for file in (path, config))
+    known = next((found for of in (content, other) if (found := of.get("eos_token_id")) is not None), [])
+    known = known if isinstance(known, list) else [known]
     if ends - {*known}:
         with replacing(path) as file:
             file.write(json.dumps(content | {"eos_token_id": known + sorted(ends - {*known})}, indent=2).encode())
@@ -165,12 +165,12 @@ def main() -> None:
     for note in encoder.notes:
         print(f"{note}: {encoder.notes[note]:,} (first: {encoder.places[note]})")
     conversations = list(found.values())
+    if len(conversations) < (1 if args.show else 2):
+        raise UserError(f"{args.paths[0]}: too few conversations, {len(conversations)}: name more, or others")
     if args.show:
         for tokens in conversations:
             print(f"\n{shown(tokens, tokenizer, sys.stdout.isatty())}")
         return
-    if len(conversations) < 2:
-        raise UserError(f"{args.paths[0]}: {len(conversations)} conversations are too few: name more, or others")
     sizes = np.array([len(tokens) for tokens in conversations], np.uint64)
     val = for_validation(np.array([int.from_bytes(key[:8], "little") for key in found], np.uint64), sizes, args.val,
                          LEAST)  # fmt: skip
@@ -193,8 +193,9 @@ def main() -> None:
     summary["duplicates"] = duplicates
     for name, of in summary.items():
         print(f"{name:14} {listed(of) if isinstance(of, dict) else of}")
-    T = args.sequence_length if row else min(args.sequence_length, summary["tokens"]["val"] - 1)
-    B = max(1, min(4, len(which) if row else (summary["tokens"]["val"] - 1) // T))
+    fewest, targets = min(summary["conversations"].values()), min(summary["tokens"].values()) - 1
+    T = args.sequence_length if row else min(args.sequence_length, targets)
+    B = min(4, fewest if row else targets // T)
     print(f"\n    {training_command(path, args.out, f'-b {B} -t {T} -l 1e-5')}")
 
 

@@ -200,7 +200,7 @@ def validate(
         return None
     total, num_bytes, learned = (sum(values) for values in zip(*found, strict=True))
     if not learned:
-        raise UserError(f"nothing of the first {num_batches} validation batches is learned: raise -m")
+        raise UserError(f"nothing of the first {num_batches} validation batches is learned: raise -m, or change -j")
     loss = total / num_batches * (num_batches * batches.device_batch.B * batches.device_batch.T / learned)
     return loss, bits_per_byte(loss, learned, num_bytes)
 

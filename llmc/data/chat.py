@@ -33,7 +33,8 @@ def conversation_of(record: Any, answered: bool = True) -> tuple[Conversation, s
     forms = [form for form in FORMS if there.issuperset(form if answered else form[:1])]
     if len(forms) != 1:
         keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-        raise UserError(f"it has {keys[:200]}, and must have one of {', '.join(' and '.join(form) for form in FORMS)}")
+        needed = ", ".join(" and ".join(form if answered else form[:1]) for form in FORMS)
+        raise UserError(f"it has {keys[:200] or 'nothing'}, and must have one of {needed}")
     parts = [record[key] for key in forms[0] if key in there]
     if forms[0][0] == "instruction" and record.get("input"):
         parts[0] = f"{content_of(parts[0])}\n\n{content_of(record['input'])}"
@@ -90,7 +91,7 @@ def check_order(messages: Conversation, answered: bool) -> None:
             if not message["content"].strip():
                 raise UserError(f"turn {number}, the {role}'s, is empty")
             expected = "assistant" if role == "user" else "user"
-    if expected != ("user" if answered else "assistant") or len(messages) == 0:
+    if not messages or messages[-1]["role"] != ("assistant" if answered else "user"):
         raise UserError(f"it does not end with {'an answer' if answered else 'a question'}")
 
 
@@ -134,7 +135,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self.template = environment.from_string(self.source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # Python's own, too
             raise UserError(f"{self.path}: the chat template has a mistake ({first_line(error)})") from None
 
     def render(self, messages: Conversation, prompt: bool = False) -> str:
@@ -199,7 +200,8 @@ def template_of(path: Path, given: Path | None) -> tuple[Path, str, dict[str, An
         with in_one_line(f"{place}: it cannot be read"):
             return place, place.read_text("utf-8"), special
     if isinstance(template, list):  # several, by name
-        template = {each["name"]: each["template"] for each in template}.get("default")
+        named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if not isinstance(template, str):
         raise UserError(f"{path}: no chat template is beside it; take an instruct model, or name one with --template")
     return beside["tokenizer_config.json"], template, special

@@ -19,6 +19,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ class Tokenizer:
         """The same, and of which characters of the text each token is: the first, and the one behind the last."""
         ids = self.encode(text)
         first = self.encoding.decode_with_offsets(ids)[1] if ids else []
-        return ids, list(zip(first, [*first[1:], len(text)], strict=True))
+        begun = (sum(byte & 0xC0 != 0x80 for byte in self.decode(token)) for token in ids)  # characters, in each
+        return ids, list(zip(first, accumulate(begun), strict=True))
 
     def encode_ordinary_batch(self, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
         """The tokens of the texts of a dataset. The name of a special token in them is ordinary text.
