@@ -209,11 +209,11 @@ def test_a_dataset_of_chats(tmp_path, monkeypatch, capsys):
     path, tokenizer, template, theirs = saved(tmp_path, "chatml")
     talks = [talk("the theatre?", f"there {n}", "then?", "the end") for n in range(40)]
     records = [{"messages": each} for each in talks]
-    bad = [{"messages": talk("q", "")}, {"text": "x"}, records[0], {"messages": talk("the " * 99, "a")}]
+    bad = [{"messages": talk("q", "")}] * 2 + [{"text": "x"}, records[0], {"messages": talk("the " * 99, "a")}]
     file = write_lines(tmp_path / "chats.jsonl", records + bad)
     flags = file, "--model", path.parent, "-t", 64, "-o", tmp_path / "out" / "chats", "--val", 0.2
     said = run(monkeypatch, capsys, *flags)
-    assert f"turn 2, the assistant's, is empty: 1 (first: {file}, record 41)" in said
+    assert f"turn 2, the assistant's, is empty: 2 (first: {file}, record 41)" in said
     assert "left out: nothing to learn in its first 64 tokens: 1" in said and "duplicates     1" in said
     found, count = [], 0
     for split in "train", "val":
@@ -232,7 +232,7 @@ def test_a_dataset_of_chats(tmp_path, monkeypatch, capsys):
     assert "-o must be a prefix" in conftest.refusal(run, monkeypatch, capsys, file, *model, "-o", tmp_path)
     few = [write_lines(tmp_path / f"{n}.jsonl", records[:n]) for n in (1, 2)]
     refused = conftest.refusal(run, monkeypatch, capsys, few[0], *model, "-o", tmp_path / "few")
-    assert "1 conversations are too few" in refused and not list(tmp_path.glob("few_*"))
+    assert "too few conversations, 1" in refused and not list(tmp_path.glob("few_*"))
     assert "conversations  train 1, val 1" in run(monkeypatch, capsys, few[1], *model, "-o", tmp_path / "few")
     shown = run(monkeypatch, capsys, file, "--model", path.parent, "--show", 1)
     assert "<|im_start|>assistant\n[there 0<|im_end|>]\n<|im_start|>user\nthen?" in shown
