@@ -278,4 +278,4 @@ def write_vocabulary(prefix: Path, tokenizer: Tokenizer, source: Path | None = N
     path = prefix.with_name(f"{prefix.name}_tokenizer.bin")
     known = tokenizer.bos, tokenizer.special, tokenizer.space, tokenizer.as_gpt2
     write_tokenizer(path, tokenizer.tokens, tokenizer.eot, *known)
-    print(f"{path}: {counted(tokenizer.vocab_size, 'token')} in the vocabulary")
+    print(f"{path.name}: {counted(tokenizer.vocab_size, 'token')} in the vocabulary")
