@@ -48,7 +48,7 @@ def made(request, tmp_path_factory) -> SimpleNamespace:
     write_model(folder / "m.bin", config, flat_parameters_of(theirs, config).astype(np.float32))
     save_tokenizer(folder / "theirs", request.param)
     library = AutoTokenizer.from_pretrained(folder / "theirs")
-    return SimpleNamespace(path=folder / "m.bin", theirs=theirs, tokenizer=tokenizer, library=library)
+    return SimpleNamespace(path=folder / "m.bin", config=config, theirs=theirs, tokenizer=tokenizer, library=library)
 
 
 def their_answer(made, messages, count: int) -> str:
@@ -94,10 +94,19 @@ def test_answers_are_those_of_transformers_and_only_new_tokens_go_through_the_mo
         messages.append({"role": "assistant", "content": their_answer(made, messages, 12)})
         wanted += messages[-1]["content"] + "\n"
     said, reads = converse("\n".join(questions) + "\n", "-g", 12, "-t", 256, "--system", "be the other")
-    assert said.out == wanted
+    assert said.out == wanted and "left out" not in said.err
     (first, none), *others = reads
     assert none == 0 and len(reads) == 3
     assert all(kept >= first - 1 for _, kept in others)  # but for what answers come back as
+
+
+def test_a_model_of_nan_does_not_talk(made, converse, tmp_path):
+    for file in made.path.parent.glob("m_*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    parameters = flat_parameters_of(made.theirs, made.config).astype(np.float32)
+    parameters[: made.config.vocab_size * made.config.channels] = np.nan
+    write_model(tmp_path / "m.bin", made.config, parameters)
+    assert "its logits are NaN or infinity" in refusal(converse, "the?\n", "-g", 4, model=tmp_path / "m.bin")
 
 
 def test_reset_and_quit_and_a_context_that_is_full(made, converse):
