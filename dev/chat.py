@@ -87,8 +87,8 @@ def fitting(messages: Conversation, first: int, encode: Callable, context: int, 
 
 
 def answer(writer: Writer, text, tokens: list[int], kept: int, sampler: Sampler, args: Namespace) -> list[int]:
-    """Writes and prints the text that follows the tokens, of which the cache has the first. Ctrl-C ends it. Returns
-    the tokens that the cache has then."""
+    """Writes an answer to the tokens, and prints it. The cache has the first `kept` tokens already. Ctrl-C ends the
+    answer. Returns the tokens that the cache has afterwards."""
     finished, seen = [False], list(tokens)
     before = signal.signal(signal.SIGINT, lambda *_: finished.__setitem__(0, True))
     room = writer.cache.context - len(tokens)

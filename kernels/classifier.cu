@@ -2,7 +2,8 @@
 //   loss = log(sum_v exp(x_v)) - x_target;   dx_v = (softmax(x)_v - [v == target]) * dloss, written over x.
 // Only the first V of a row's Vp entries are the vocabulary. The others are padding: they do not count, and their
 // gradient is 0. If a loss is not finite, its row's gradient is NaN, and so the norm of the gradients shows it.
-// Without a dloss the caller wants only the loss, and x stays. A target below 0 is not learned: both are 0.
+// Without a dloss the caller wants only the loss, and x stays. A target below 0 is not learned: its loss is 0, and the
+// gradient of its row, too.
 // Memory-bound: the block reads the row once, for the running maximum and sum (online softmax, Milakov & Gimelshein
 // 2018). The row waits in shared memory until the block writes its gradient. All of it is on its way there before a
 // thread uses its first number. If shared memory is too small for a whole row, the block reads the rest twice.

@@ -58,7 +58,7 @@ __device__ inline void start_products(float (&sum)[HALVES][N][4], const bf16* st
 
 // ---- the producer's copies
 
-// How b lies in memory: by rows, or by columns. Or b is two matrices by columns, one behind the other, and a tile has
+// How b lies in memory: by rows, or by columns. Or b is two matrices by columns, one after the other, and a tile has
 // half of its columns from each.
 enum Layout { BY_ROWS, BY_COLUMNS, TWO_BY_COLUMNS };
 

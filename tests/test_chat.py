@@ -115,7 +115,7 @@ def test_encoded_answers_are_whole_tokens_and_learn_says_which(tmp_path):
 
 
 def test_all_bytes_of_a_character_are_learned():
-    """Also those of an answer's first one, of which each byte is a token."""
+    """With a vocabulary of bytes a character is several tokens. All of them have its place, the first one's, too."""
     text, tokenizer = "a\u65e5\U0001f642\u00e9", byte_tokenizer()
     places = [(n, n + 1) for n, character in enumerate(text) for _ in character.encode()]
     assert tokenizer.encode_with_places(text) == ([*text.encode()], places)
@@ -203,6 +203,10 @@ def test_marked_tokens_are_read_as_inputs_and_targets(tmp_path):
     write_tokens(path, tokens, 7, True, 3)
     DataLoader(tmp_path / "x", "train", 2, 3, 7)
     assert "use -t 3" in conftest.refusal(DataLoader, tmp_path / "x", "train", 2, 4, 7)
+    damaged = bytearray(path.read_bytes())
+    damaged[12:16] = (-5).to_bytes(4, "little", signed=True)
+    path.write_bytes(damaged)
+    assert "its rows have -5 tokens" in conftest.refusal(DataLoader, tmp_path / "x", "train", 2, 3, 7)
 
 
 def test_a_dataset_of_chats(tmp_path, monkeypatch, capsys):

@@ -185,4 +185,4 @@ def test_in_bf16_pytorch_trains_under_autocast(tmp_path, rng, monkeypatch):
     assert fp32 != pytest.approx(bf16, abs=1e-5) and fp32 == pytest.approx(bf16, abs=1e-2)
     assert refusal(train_torch.main, ["--precision", "fp8"]).startswith("--precision fp8: PyTorch itself has none")
     write_tokens(tmp_path / "data_val.bin", np.arange(99), marked=True)
-    assert "some of these are marked" in refusal(train_torch.main, [*flags.split(), "-i", "data"])
+    assert "some tokens are marked" in refusal(train_torch.main, [*flags.split(), "-i", "data"])

@@ -38,7 +38,7 @@ def seconds(work: Callable[[], None], calls: int = 10, rounds: int = 5, record: 
 
 
 def random_array(length: int):
-    """Random factors of a product, the same million over and over: normal ones take the host seconds per billion."""
+    """Random factors of a product, the same million over and over: the host takes seconds to draw a billion."""
     values = np.random.default_rng(1).standard_normal(1 << 20, dtype=np.float32)
     values = values.astype(np.float16) if device.precision == "fp16" else device.to_floatX(values)
     return device.asarray(np.resize(values, length))

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     train_loader = DataLoader(args.data, "train", B, T, config.vocab_size, args.seed, args.raw_tokens)
     val_loader = DataLoader(args.val_data or args.data, "val", B, T, config.vocab_size, raw_tokens=args.raw_tokens)
     if train_loader.marked or val_loader.marked:
-        raise UserError(f"-i {args.data}: here all tokens are learned, and some of these are marked: use other data")
+        raise UserError(f"-i {args.data}: some tokens are marked, and PyTorch would learn them, too: use other data")
     settings = make_settings(args, 0, train_loader.num_batches, val_loader.num_batches)
     steps, count = settings.steps, settings.val_batches
     text_bytes = tokenizer.text_bytes(config.vocab_size) if tokenizer else lambda inputs, targets: 0

@@ -1,4 +1,4 @@
-"""Your own chats as a dataset: the tokens of conversations, of which a model learns the answers.
+"""Makes a dataset of your own chats. It has the tokens of conversations, and marks those that a model does not learn.
 
     python dev/data/chat.py chats.jsonl --model qwen3_0.6B.bin --show 3        # shows what would be learned
     python dev/data/chat.py chats.jsonl --model qwen3_0.6B.bin -o data/chats

@@ -26,7 +26,8 @@ class Batches:
     step n may fill slot n % 2 once the losses of step n - 2 have been read.
 
     marked: whether the loader has targets that are not learned, -1. Then a step's first `read` reads all its batches,
-    because the loss is the mean over all targets that the step learns: learned, for each of two steps, at least 1.
+    because the loss is the mean over all targets that the step learns. learned: how many a step learns, on all ranks,
+    at least 1; of step n at n % 2.
 
     failure: why a batch could not be read; empty if all could be. begin: the device's event before the first batch of
     the last step; earlier work of the device is not the step's.

@@ -22,7 +22,7 @@ Conversation = list[dict[str, str]]  # messages: role, content
 FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))  # a record's keys
 NAMES = {"human": "user", "gpt": "assistant"}  # ShareGPT's, and what they are here
 ROLES = ("system", "user", "assistant")
-MARK = uuid.uuid4().hex  # no text has it
+EDGE = uuid.uuid4().hex  # where an answer begins and ends; no text has it
 
 
 def conversation_of(record: Any, answered: bool = True) -> tuple[Conversation, set[str]]:
@@ -108,7 +108,7 @@ class ChatTemplate:
             raise UserError("a chat template needs Jinja: pip install jinja2") from None
 
         class Generation(jinja2.ext.Extension):
-            """{% generation %}: what a model is to learn. MARK stands before and after it."""
+            """{% generation %}: what a model is to learn. EDGE stands before and after it."""
 
             tags = {"generation"}  # noqa: RUF012
 
@@ -118,7 +118,7 @@ class ChatTemplate:
                 return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
             def _marked(self, caller) -> str:
-                return MARK + caller() + MARK
+                return EDGE + caller() + EDGE
 
         def refuse(message: str) -> None:
             raise jinja2.TemplateError(message)
@@ -140,7 +140,7 @@ class ChatTemplate:
 
     def render(self, messages: Conversation, prompt: bool = False) -> str:
         """The text of a conversation. prompt: with what stands before the next answer."""
-        return self._render(messages, prompt).replace(MARK, "")
+        return self._render(messages, prompt).replace(EDGE, "")
 
     def _render(self, messages: Conversation, prompt: bool = False) -> str:
         unknown = [message["role"] for message in messages if message["role"] not in ROLES]
@@ -158,7 +158,7 @@ class ChatTemplate:
         parts in {% generation %}; in a template without it, an answer is all from the prompt up to the end of turn.
         Raises UserError if this cannot be found out."""
         whole = self.render(messages)
-        parts = self._render(messages if self.marks else list(map(between_marks, messages))).split(MARK)
+        parts = self._render(messages if self.marks else list(map(with_edges, messages))).split(EDGE)
         answered = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if "".join(parts) != whole or len(parts) != 2 * len(answered) + 1 or not all(parts[1::2]):
             raise UserError("the template does not put each answer into the text once, as it is")
@@ -178,10 +178,10 @@ class ChatTemplate:
         return whole, found
 
 
-def between_marks(message: dict[str, str]) -> dict[str, str]:
-    """A message; an answer with MARK around it, inside its white space, which a template may cut."""
+def with_edges(message: dict[str, str]) -> dict[str, str]:
+    """A message; an answer with EDGE around it, inside its white space, which a template may cut."""
     inner = message["content"].strip() if message["role"] == "assistant" else ""
-    return message | {"content": message["content"].replace(inner, MARK + inner + MARK, 1)} if inner else message
+    return message | {"content": message["content"].replace(inner, EDGE + inner + EDGE, 1)} if inner else message
 
 
 def template_of(path: Path, given: Path | None) -> tuple[Path, str, dict[str, Any]]:

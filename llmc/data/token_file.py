@@ -118,6 +118,8 @@ def open_tokens(path: str | Path, raw_tokens: str | None = None) -> Tokens:
         raise UserError(f"{path}: its header says that it holds {header[2]} tokens; {REMEDY}")
     check_size(path, HEADER_BYTES + dtype.itemsize * int(header[2]), REMEDY)
     marked = magic == TOKENS_MARKED
+    if marked and header[3] < 0:
+        raise UserError(f"{path}: its header says that its rows have {header[3]} tokens; {REMEDY}")
     return Tokens(path, dtype, HEADER_BYTES, int(header[2]), marked, int(header[3]) if marked else 0)
 
 

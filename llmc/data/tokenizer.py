@@ -110,7 +110,8 @@ class Tokenizer:
             return self.encoding.encode(text, allowed_special="all") if text else []  # needs no vocabulary if empty
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The same, and of which characters of the text each token is: the first, and the one behind the last."""
+        """The tokens of a text as `encode` makes them, and the place of each in the text: the index of its first
+        character, and the index after its last."""
         ids = self.encode(text)
         first = self.encoding.decode_with_offsets(ids)[1] if ids else []
         begun = (sum(byte & 0xC0 != 0x80 for byte in self.decode(token)) for token in ids)  # characters, in each

@@ -66,7 +66,7 @@ class Writer:
     def read(self, texts: list[list[int]], kept: int = 0) -> None:
         """Runs forward on texts, of at most `context` tokens each, and draws the tokens that follow. kept: the first
         tokens of each that the cache has already; the text has more. If a text is shorter than the longest one, rows
-        behind its end are computed, too. Its next tokens overwrite them in the cache."""
+        after its end are computed, too. Its next tokens overwrite them in the cache."""
         texts = [text[kept:] for text in texts]
         cache, B, T = self.cache, self.cache.B, max(map(len, texts))
         acts, batch = cache.views(T)
