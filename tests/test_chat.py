@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -302,6 +303,30 @@ def test_each_conversation_may_have_a_row(tmp_path, monkeypatch, capsys):
         assert inputs[0, 0] == tokenizer.tokens.index(b"<|begin_of_text|>")
         learned = b"".join(map(tokenizer.decode, targets[targets >= 0]))
         assert learned == b"there<|eot_id|>" and (inputs == tokenizer.eot).any()
+
+
+def test_rows_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch, capsys):
+    path, *_ = saved(tmp_path, "chatml")
+    file = write_lines(tmp_path / "chats.jsonl", ({"prompt": f"the {n}", "completion": "there"} for n in range(30)))
+    given = file, "--model", path, "-o", tmp_path / "new" / "chats", "--pack", "one", "-t", 2_000_000_000
+    said = conftest.refusal(run, monkeypatch, capsys, *given)
+    assert said.startswith("-t 2000000000: 30 rows") and said.endswith("are free: lower -t")
+    assert not (tmp_path / "new").exists()
+
+
+def test_sigterm_leaves_no_folder(tmp_path):
+    path, *_ = saved(tmp_path, "chatml")
+    file = write_lines(tmp_path / "chats.jsonl", ({"prompt": f"the {n}", "completion": "there"} for n in range(30)))
+    (tmp_path / "out").mkdir()
+    program = "; ".join([
+        "import os, runpy, signal, sys", "from llmc.data import token_file",
+        "token_file.write_tokens = lambda *_: os.kill(os.getpid(), signal.SIGTERM)",
+        "runpy.run_path(sys.argv[0], run_name='__main__')",
+    ])  # fmt: skip
+    given = chat.__file__, file, "--model", path, "-o", tmp_path / "out" / "chats"
+    done = subprocess.run([sys.executable, "-c", f"import sys; del sys.argv[0]; {program}", *map(str, given)],
+                          capture_output=True, text=True, cwd=Path(chat.__file__).parents[2], timeout=60)  # fmt: skip
+    assert (done.returncode, done.stderr) == (143, "") and not list((tmp_path / "out").iterdir())
 
 
 def test_a_template_of_ones_own_says_what_ends_an_answer(tmp_path, monkeypatch, capsys):

@@ -15,6 +15,7 @@ out, and a line names the first one of each kind.
 import argparse
 import hashlib
 import json
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -29,6 +30,7 @@ from dev.data import common
 from dev.data.documents import File, records_of
 from dev.data.text import LEAST, find_files, for_validation, listed, share, training_command
 from device.errors import UserError, first_line
+from device.host import free_memory
 from device.progress import telling
 from llmc.data.chat import ChatTemplate, conversation_of
 from llmc.data.find_tokenizer import named_tokenizer
@@ -174,10 +176,14 @@ def main() -> None:
     sizes = np.array([len(tokens) for tokens in conversations], np.uint64)
     val = for_validation(np.array([int.from_bytes(key[:8], "little") for key in found], np.uint64), sizes, args.val,
                          LEAST)  # fmt: skip
+    row = args.sequence_length if args.pack == "one" else 0
+    needed = 8 * row * len(conversations)  # a row's int32 tokens are there twice while a file is written
+    if needed > free_memory():
+        raise UserError(f"-t {row}: {len(conversations):,} rows of {row:,} tokens need {needed >> 20:,} MiB of memory, "
+                        f"and {free_memory() >> 20:,} are free: lower -t")  # fmt: skip
     common.make_folder(args.out.parent)
     with tempfile.TemporaryDirectory(prefix=f"{args.out.name}_", dir=args.out.parent) as work:
         prefix, summary = Path(work) / args.out.name, {}
-        row = args.sequence_length if args.pack == "one" else 0
         common.write_vocabulary(prefix, tokenizer, path)
         if args.template:
             with replacing(prefix.with_name(f"{prefix.name}_chat_template.jinja")) as file:
@@ -200,4 +206,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not at once: the folder of unfinished files goes first
     common.run(main)
