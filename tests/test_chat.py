@@ -310,7 +310,7 @@ def test_rows_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch, cap
     file = write_lines(tmp_path / "chats.jsonl", ({"prompt": f"the {n}", "completion": "there"} for n in range(30)))
     given = file, "--model", path, "-o", tmp_path / "new" / "chats", "--pack", "one", "-t", 2_000_000_000
     said = conftest.refusal(run, monkeypatch, capsys, *given)
-    assert said.startswith("-t 2000000000: 30 rows") and said.endswith("are free: lower -t")
+    assert said.startswith("-t 2000000000: 30 rows") and said.endswith("are free: lower -t, or leave --pack one out")
     assert not (tmp_path / "new").exists()
 
 

@@ -180,7 +180,7 @@ def main() -> None:
     needed = 8 * row * len(conversations)  # a row's int32 tokens are there twice while a file is written
     if needed > free_memory():
         raise UserError(f"-t {row}: {len(conversations):,} rows of {row:,} tokens need {needed >> 20:,} MiB of memory, "
-                        f"and {free_memory() >> 20:,} are free: lower -t")  # fmt: skip
+                        f"and {free_memory() >> 20:,} are free: lower -t, or leave --pack one out")  # fmt: skip
     common.make_folder(args.out.parent)
     with tempfile.TemporaryDirectory(prefix=f"{args.out.name}_", dir=args.out.parent) as work:
         prefix, summary = Path(work) / args.out.name, {}
