@@ -291,20 +291,44 @@ __device__ inline void copy_box(bf16* to, const TensorMap& map, int column, int 
 #endif
 }
 
+#ifdef LLMC_CPU
+// The copies from shared memory that a thread has started. This twin makes each as late as it may: if a warp writes to
+// the shared memory too early, the wrong numbers come to the array, and a test notices.
+struct Stores {
+    struct Box { const TensorMap* map; const bf16* from; int column, row, rows; } started[8];
+    int count;
+    unsigned long long block;
+};
+
+inline Stores& stores_of_thread() {
+    static thread_local Stores of_thread[1024];
+    Stores& mine = of_thread[threadIdx.x];
+    if (mine.block != llmc::blocks_begun()) mine.count = 0, mine.block = llmc::blocks_begun();
+    return mine;
+}
+
+inline void make(const Stores::Box& box) {
+    const TensorMap& map = *box.map;
+    for (int i = 0; i < box.rows && box.row + i < map.rows; i++) {
+        for (int chunk = 0; chunk < 8 && box.column + chunk * 8 < map.columns; chunk += 2) {
+            bf16* const to = const_cast<bf16*>(map.array) + (box.row + i) * map.columns + box.column + chunk * 8;
+            const Chunks two = {*(const uint4*)(box.from + i * 64 + (chunk ^ i % 8) * 8),
+                                *(const uint4*)(box.from + i * 64 + (chunk + 1 ^ i % 8) * 8)};
+            if (map.columns - box.column - chunk * 8 >= 16) *(Chunks*)to = two;
+            else *(uint4*)to = two.first;
+        }
+    }
+}
+#endif
+
 // The way back: starts to copy a box from shared memory. Numbers outside the array are not written. Before the warp
 // writes to this shared memory again, the thread waits until all its copies but the last PENDING have been read.
 template <int ROWS>
 __device__ inline void store_box(const TensorMap& map, const bf16* from, int column, int row) {
 #ifdef LLMC_CPU
-    for (int i = 0; i < ROWS && row + i < map.rows; i++) {
-        for (int chunk = 0; chunk < 8 && column + chunk * 8 < map.columns; chunk += 2) {
-            bf16* const to = const_cast<bf16*>(map.array) + (row + i) * map.columns + column + chunk * 8;
-            const Chunks two = {*(const uint4*)(from + i * 64 + (chunk ^ i % 8) * 8),
-                                *(const uint4*)(from + i * 64 + (chunk + 1 ^ i % 8) * 8)};
-            if (map.columns - column - chunk * 8 >= 16) *(Chunks*)to = two;
-            else *(uint4*)to = two.first;
-        }
-    }
+    Stores& mine = stores_of_thread();
+    assert(mine.count < 8);
+    mine.started[mine.count++] = {&map, from, column, row, ROWS};
 #else
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, 0}], [%3]; "
         "cp.async.bulk.commit_group;"
@@ -314,7 +338,13 @@ __device__ inline void store_box(const TensorMap& map, const bf16* from, int col
 
 template <int PENDING>
 __device__ inline void stores_read() {
-#ifndef LLMC_CPU
+#ifdef LLMC_CPU
+    Stores& mine = stores_of_thread();
+    const int made = max(0, mine.count - PENDING);
+    for (int i = 0; i < made; i++) make(mine.started[i]);
+    mine.count -= made;
+    for (int i = 0; i < mine.count; i++) mine.started[i] = mine.started[i + made];
+#else
     asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(PENDING) : "memory");
 #endif
 }

@@ -184,6 +184,15 @@ def test_a_missing_barrier_shows_in_another_order_of_threads(monkeypatch):
     assert not np.array_equal(without, x[::-1])
 
 
+@pytest.mark.parametrize("name, ones", [("waits_kernel", 1.0), ("writes_too_early_kernel", 2.0)])
+def test_the_tma_reads_what_it_stores_as_late_as_it_may(name, ones, order):
+    device.use("cpu")
+    arrays = [np.zeros((16, 64), device.BF16) for _ in range(2)]
+    maps = [device.tensor_map(array, (1, 16, 64), (1, 16, 64)) for array in arrays]
+    kernel("tma_stores.cu", name)(1, 32, maps, 2 * 16 * 64)
+    assert [np.unique(device.to_floats(array)).tolist() for array in arrays] == [[ones], [2.0]]
+
+
 @pytest.mark.parametrize("name, grid, block, args, message", [
     ("assert_kernel", 4, 256, (np.where(np.arange(1000) == 777, -1, 0).astype(np.int32), 1000), "assert_kernel, block "
      "(3, 0, 0), thread (9, 0, 0): assertion `x[i] >= 0` failed at failures.cu:5"),

@@ -162,6 +162,7 @@ struct Fiber {                              // a thread of the running block, an
 struct Worker {                             // an OS thread that runs one block at a time
     Job* job;
     Builtins builtins;                      // of the running block
+    unsigned long long blocks_begun;
     unsigned threads, warp_size, warps;     // of the running block
     bool fibers;                            // its threads are fibers; what follows is valid only then
     Fiber fiber[MAX_THREADS];
@@ -288,6 +289,8 @@ static void provide_signal_stack() {
     alternate.ss_sp = malloc(alternate.ss_size);
     sigaltstack(&alternate, nullptr);
 }
+
+unsigned long long blocks_begun() { return self->blocks_begun; }
 
 void* dynamic_shared() { return self->shared; }
 
@@ -525,6 +528,7 @@ static void run_block(Worker& w, uint64_t n) {
     Index grid_dim = w.builtins.gridDim, block_dim = w.builtins.blockDim;
     w.builtins.blockIdx = {int(n % grid_dim.x), int(n / grid_dim.x % grid_dim.y), int(n / grid_dim.x / grid_dim.y)};
     w.fibers = false;
+    w.blocks_begun++;
     end = {block_dim.x, block_dim.y, block_dim.z};
     MICROSCOPE(block_begins(w));
     if (!job.shuffled && !EACH_THREAD_IS_A_FIBER) {

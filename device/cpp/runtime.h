@@ -46,6 +46,7 @@ void mbarrier_add(MBarrier& barrier, int arrivals, int bytes);      // bytes tha
 // Waits for a phase's end.
 void mbarrier_wait(Index thread, const MBarrier& barrier, bool parity, const char* file, int line);
 
+unsigned long long blocks_begun();  // by this worker: a number that each block has to itself
 void* dynamic_shared();         // the launch's shared_mem bytes for this block, aligned to 128
 
 // Ends the launch with an error that names kernel, block and thread. It does not return. It is not declared so, because
