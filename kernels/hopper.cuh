@@ -307,7 +307,7 @@ inline Stores& stores_of_thread() {
     return mine;
 }
 
-inline void make(const Stores::Box& box) {
+inline void copy_out(const Stores::Box& box) {
     const TensorMap& map = *box.map;
     for (int i = 0; i < box.rows && box.row + i < map.rows; i++) {
         for (int chunk = 0; chunk < 8 && box.column + chunk * 8 < map.columns; chunk += 2) {
@@ -340,10 +340,10 @@ template <int PENDING>
 __device__ inline void stores_read() {
 #ifdef LLMC_CPU
     Stores& mine = stores_of_thread();
-    const int made = max(0, mine.count - PENDING);
-    for (int i = 0; i < made; i++) make(mine.started[i]);
-    mine.count -= made;
-    for (int i = 0; i < mine.count; i++) mine.started[i] = mine.started[i + made];
+    const int due = max(0, mine.count - PENDING);
+    for (int i = 0; i < due; i++) copy_out(mine.started[i]);
+    mine.count -= due;
+    for (int i = 0; i < mine.count; i++) mine.started[i] = mine.started[i + due];
 #else
     asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(PENDING) : "memory");
 #endif

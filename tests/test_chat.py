@@ -308,9 +308,10 @@ def test_each_conversation_may_have_a_row(tmp_path, monkeypatch, capsys):
 def test_rows_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch, capsys):
     path, *_ = saved(tmp_path, "chatml")
     file = write_lines(tmp_path / "chats.jsonl", ({"prompt": f"the {n}", "completion": "there"} for n in range(30)))
-    given = file, "--model", path, "-o", tmp_path / "new" / "chats", "--pack", "one", "-t", 2_000_000_000
+    given = file, "--model", path, "-o", tmp_path / "new" / "chats", "--pack", "one", "-t", 10_000
+    monkeypatch.setattr(chat, "free_memory", lambda: 1 << 20)
     said = conftest.refusal(run, monkeypatch, capsys, *given)
-    assert said.startswith("-t 2000000000: 30 rows") and said.endswith("are free: lower -t, or leave --pack one out")
+    assert said.startswith("-t 10000: 30 rows of 10,000 tokens need 2 MiB of memory, and 1") and said.endswith("are free: lower -t, or leave --pack one out")
     assert not (tmp_path / "new").exists()
 
 
