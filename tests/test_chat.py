@@ -311,7 +311,8 @@ def test_rows_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch, cap
     given = file, "--model", path, "-o", tmp_path / "new" / "chats", "--pack", "one", "-t", 10_000
     monkeypatch.setattr(chat, "free_memory", lambda: 1 << 20)
     said = conftest.refusal(run, monkeypatch, capsys, *given)
-    assert said.startswith("-t 10000: 30 rows of 10,000 tokens need 2 MiB of memory, and 1") and said.endswith("are free: lower -t, or leave --pack one out")
+    assert said.startswith("-t 10000: 30 rows of 10,000 tokens need 2 MiB of memory, and 1")
+    assert said.endswith("are free: lower -t, or leave --pack one out")
     assert not (tmp_path / "new").exists()
 
 
