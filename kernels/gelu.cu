@@ -10,8 +10,8 @@
 // the two is gelu(x), for the weight gradient of the next product, so forward's output need not be kept. In fp32 it is
 // written transposed, because that product is then faster (tile.cuh: TRANSPOSES).
 // A Vec has 16 bytes of the arrays' type, floatX, as fp32 numbers. All arithmetic is fp32.
-#include "dependent_launch.cuh"  // for forward alone
 #include "gelu.cuh"
+#include "matvec.cuh"  // dependent launches, and the product of a single row
 #include "tile.cuh"
 
 constexpr int ROWS = 2;  // rows of a block in forward
@@ -39,6 +39,16 @@ __device__ __forceinline__ void forward(floatX* out, const floatX* inp, const fl
             for (int k = 0; k < WIDTH; k++) v[r].x[k] = gelu(v[r].x[k] + b.x[k]);
             memory.store(out + (size_t)r * C, v[r], C - i);
         }
+    });
+}
+
+// forward of a model that writes text, and so has a single row, in the kernel of the product before it (matvec.cuh):
+// fch (OC) = inp (C) @ weight (OC, C)^T, and out (OC) = gelu(fch + bias).
+__device__ __forceinline__ void matvec_forward(floatX* out, floatX* fch, const floatX* inp, const floatX* weight,
+                                               const floatX* bias, int C, int OC) {
+    matvec_of_floats(inp, weight, bias, C, OC, [=](int o, float sum, float b) {
+        set(fch[o], sum);
+        set(out[o], gelu(rounded(sum) + b));
     });
 }
 
@@ -87,6 +97,11 @@ __device__ __forceinline__ void backward(floatX* dout, floatX* out_T, float* par
 extern "C" __global__ void PROGRAMMATIC gelu_forward_kernel(floatX* out, const floatX* inp, const floatX* bias,
                                                             int N, int C) {
     forward(out, inp, bias, N, C);
+}
+
+extern "C" __global__ void PROGRAMMATIC matvec_gelu_kernel(SETS floatX* out, SETS floatX* fch, const floatX* inp,
+                                                           const floatX* weight, const floatX* bias, int C, int OC) {
+    matvec_forward(out, fch, inp, weight, bias, C, OC);
 }
 
 extern "C" __global__ void gelu_backward_kernel(floatX* dout, SETS floatX* out_T, SETS float* partials,

@@ -6,7 +6,7 @@ import device
 from device import ceil_div
 from kernels.dispatch import dispatched
 from kernels.launches import MATRIX, describe
-from kernels.matmul import as_stored, matmul_backward_inp, matmul_forward, recomputed, tile_grid
+from kernels.matmul import as_stored, matmul_backward_inp, matmul_forward, matvec_block, recomputed, tile_grid
 from kernels.mlp_hopper import matmul_gelu_backward_wgmma, matmul_gelu_forward_wgmma, takes
 from kernels.reduce import add_partials, partials_of, rows_per_chunk
 
@@ -21,9 +21,18 @@ def matmul_gelu_forward(
     without the bias, which is added in fp32 where it is needed. bias is None if there is none."""
     if bias is not None and not erf and takes(B * T, OC, C, weight, bias):
         matmul_gelu_forward_wgmma(out, fch, inp, weight, bias, B * T, C, OC)
+    elif B * T == 1 and type(weight) not in matmul_forward.registry:  # the others have products of their own
+        matvec_gelu(out, fch, inp, weight, bias, C, OC, erf)
     else:
         matmul_forward(fch, inp, weight, None, B, T, C, OC)
         gelu_forward(out, fch, bias, B * T, OC, erf)
+
+
+def matvec_gelu(out, fch, inp, weight, bias, C: int, OC: int, erf: bool = False) -> None:
+    """matmul_gelu_forward of a single row: inp (C), weight (OC,C), bias, fch and out (OC)."""
+    source, form = (cu_erf, "gelu_erf") if erf else (cu, "gelu")
+    block = matvec_block(source, C, OC)
+    source.launch(f"matvec_{form}_kernel", (ceil_div(OC, block[1]),), block, (out, fch, inp, weight, bias, C, OC))
 
 
 def matmul_gelu_backward(
@@ -73,6 +82,8 @@ def gelu_backward(dinp, dbias, out, dout, inp, bias, N: int, C: int, erf: bool =
 
 
 for form, erf in ("gelu", False), ("gelu_erf", True):
+    describe(matvec_gelu, "C=256 OC=64", "out fch bias: OC; inp: C; weight: OC,C", {"erf": erf}, "erf" * erf,
+             hard="C=1100 OC=5", moved={f"matvec_{form}": lambda a: a.weight.nbytes})
     describe(gelu_forward, MATRIX, "out inp: N,C; bias: C", {"erf": erf}, "erf" * erf)
     describe(gelu_backward, MATRIX, "dinp out inp: N,C; bias dbias*: C",
              lambda size, a, erf=erf: recomputed(size, a) | {"dout": a.dinp, "erf": erf}, "erf" * erf,

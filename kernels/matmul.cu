@@ -20,9 +20,5 @@ extern "C" __global__ void transpose_kernel(SETS floatX* out, const floatX* inp,
 extern "C" __global__ void PROGRAMMATIC matvec_kernel(SETS floatX* out, const floatX* inp, const floatX* weight,
                                                       const floatX* bias, const floatX* residual, int C,
                                                       int OC) {
-    trigger_programmatic_launch();
-    by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
-        auto load = [&](int o, int i) { return memory.load(weight + (size_t)o * C + i, C - i); };
-        matvec<32 / WIDTH>(out, inp, bias, residual, C, OC, memory, 1.0f, load);
-    });
+    matvec_of_floats(inp, weight, bias, C, OC, store_to(out, residual, 1.0f));
 }

@@ -10,19 +10,19 @@ __device__ inline float sum_of(const Vec& v) {
     return sum;
 }
 
-// out (OC) = inp (C) @ weight (OC, C)^T + bias (OC) + residual (OC), for a model that writes text. bias and residual
-// may be null. Each number of the weight is used in one multiplication only. So a tile of the weight would have nothing
-// to share, and a kernel that loads tiles takes some 4 us even for the smallest weight.
+// inp (C) @ weight (OC, C)^T, for a model that writes text. For each output o a thread calls finish(o, sum, b), where b
+// is its bias, or 0 if bias is null. Each number of the weight is used in one multiplication only. So a tile of the
+// weight would have nothing to share, and a kernel that loads tiles takes some 4 us even for the smallest weight.
 //
 // Block: (lanes, outputs), if `lanes` lanes of a warp, a power of two, compute an output; or (warps * WARP_SIZE, 1), if
 // several warps do. A thread starts to load AT_ONCE vectors of the weight before it uses the first, and before the
 // previous launch has ended. A thread whose output would lie after the last one computes the last one, too.
 //
 // memory loads vectors of the input. load(o, i) loads the vector of the weight that begins at the i-th number of row o;
-// numbers_of turns it into floats. The weight is `scale` times these numbers.
-template <int AT_ONCE, class Memory, class Load>
-__device__ inline void matvec(floatX* out, const floatX* inp, const floatX* bias, const floatX* residual, int C, int OC,
-                              Memory memory, float scale, Load load) {
+// numbers_of turns it into floats.
+template <int AT_ONCE, class Memory, class Load, class Finish>
+__device__ inline void matvec(const floatX* inp, const floatX* bias, int C, int OC, Memory memory, Load load,
+                              Finish finish) {
     const int o = min((int)(blockIdx.x * blockDim.y + threadIdx.y), OC - 1), step = WIDTH * blockDim.x;
     const float b = bias != nullptr ? to_float(bias[o]) : 0.0f;  // now, so that it is there when the sum is
     Vec sum = {};
@@ -49,8 +49,25 @@ __device__ inline void matvec(floatX* out, const floatX* inp, const floatX* bias
     float total = sum_of(sum);
     if (blockDim.x > WARP_SIZE) total = block_sum(total);
     else for (int i = blockDim.x / 2; i > 0; i /= 2) total += __shfl_xor_sync(0xffffffffu, total, i);
-    if (threadIdx.x != 0) return;
-    // Now, and not beside the input: with an earlier load a token of GPT-2 took 4% longer on an H100.
-    const float r = residual != nullptr ? to_float(residual[o]) : 0.0f;
-    set(out[o], scale * total + b + r);
+    if (threadIdx.x == 0) finish(o, total, b);
+}
+
+// matvec of a weight of type floatX.
+template <class Finish>
+__device__ inline void matvec_of_floats(const floatX* inp, const floatX* weight, const floatX* bias, int C, int OC,
+                                        Finish finish) {
+    trigger_programmatic_launch();
+    by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
+        auto load = [&](int o, int i) { return memory.load(weight + (size_t)o * C + i, C - i); };
+        matvec<32 / WIDTH>(inp, bias, C, OC, memory, load, finish);
+    });
+}
+
+// The finish that stores an output of out (OC). The sum is to be multiplied by `scale`. residual (OC) may be null.
+__device__ inline auto store_to(floatX* out, const floatX* residual, float scale) {
+    return [=](int o, float sum, float bias) {
+        // Now, and not beside the input: with an earlier load a token of GPT-2 took 4% longer on an H100.
+        const float r = residual != nullptr ? to_float(residual[o]) : 0.0f;
+        set(out[o], scale * sum + bias + r);
+    };
 }

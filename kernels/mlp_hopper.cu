@@ -120,14 +120,14 @@ struct GeluBackward : Epilogue {
         for (int i = 0; i < BARRIERS; i++) barrier_init(full[i], 1);
         barriers_ready();
     }
-    // When all stores have been read from the slots.
+    // When the stores from the slot that it fills have been read. The last turn of a tile waits for those of all turns
+    // but itself, so the first two turns of the next tile need no wait.
     __device__ void load(int turn, int row0, int column0) const {
         barrier_expect(full[turn % 3], 2 * SLOT);
         copy_box<16>(slot(turn % 3), fch, column0 + turn / 2 * 64, row0 + row_of(turn % 2), 0, full[turn % 3]);
     }
     __device__ void begin(int row0, int column0) const {
         if (lane() > 0) return;
-        stores_read<0>();
         load(0, row0, column0);
         load(1, row0, column0);
     }
@@ -286,7 +286,7 @@ struct SwigluBackward {
     }
     static __device__ int row_of(int turn) { return Epilogue::row_of(turn / 2 % 2) + turn % 2 * 8; }
     __device__ bf16* pair(int turn) const { return slots + turn % 3 * 2 * PART; }
-    // When all stores have been read from the slots.
+    // As GeluBackward's.
     __device__ void load(int turn, int row0, int column0) const {
         const int row = row0 + row_of(turn), column = column0 + turn / 4 * 64;
         barrier_expect(full[turn % 3], 2 * 2 * PART);
@@ -295,7 +295,6 @@ struct SwigluBackward {
     }
     __device__ void begin(int row0, int column0) const {
         if (Epilogue::lane() > 0) return;
-        stores_read<0>();
         load(0, row0, column0);
         load(1, row0, column0);
     }

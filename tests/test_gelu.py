@@ -1,7 +1,8 @@
 """gelu.cu against PyTorch's gelu in both forms, with the bias before it."""
 
 import device
-from kernels.gelu import gelu_backward, gelu_forward, matmul_gelu_forward
+from kernels.gelu import gelu_backward, gelu_forward, matmul_gelu_forward, matvec_gelu
+from kernels.matmul import MIN_OUTPUTS_FOR_8_LANES
 from oracle import KERNEL_FP32, assert_close, exact, kernel_tolerance, leaf, normal, to_numpy
 from support.kernels import FP32, autograd, gradient, launch, parameter, recomputed, shapes, update, write
 
@@ -73,6 +74,25 @@ def test_product_bias_and_gelu_are_one_call_that_keeps_the_product_without_the_b
     )  # fmt: skip
     assert_close("fch", fch, leaf(inp) @ leaf(weight).T, kernel_tolerance(device))
     assert_close("gelu", out, gelu(leaf(fch), leaf(bias), form), KERNEL_FP32)  # of fch as it is stored
+
+
+@on_each_type
+@each_form
+@shapes(
+    (768, 50), (11, 7),
+    (5000, 3),  # several warps per output
+    (19, MIN_OUTPUTS_FOR_8_LANES + 3),  # several outputs per warp
+    C=(1, 5000), OC=(1, 200),
+)  # fmt: skip
+def test_the_product_of_a_single_row_has_gelu_in_its_kernel(form, C, OC):
+    rng = np.random.default_rng([C, OC])
+    inp, weight, bias = exact(normal(rng, C) / C**0.5), parameter(normal(rng, OC, C)), parameter(normal(rng, OC))
+    arguments, shift = (inp, weight, bias, C, OC, form == "none"), OC % device.width()
+    out, fch = launch(matvec_gelu, write(OC), write(OC), *arguments, shift=shift)
+    product = leaf(weight.values) @ leaf(inp)
+    # Terms of a sum cancel: of few outputs the largest may be far below the sum of their sizes.
+    assert_close("fch", fch, product, kernel_tolerance(device) * max(1.0, 1 / float(product.abs().max())))
+    assert_close("gelu", out, gelu(leaf(fch), leaf(bias.values), form), KERNEL_FP32)
 
 
 @on_each_type

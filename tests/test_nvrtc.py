@@ -46,6 +46,8 @@ MAY_SPILL = {
 # and a position that only says what to prefetch.
 MAY_READ = {
     "matvec_kernel": "ld.global",
+    "matvec_gelu_kernel": "ld.global",
+    "matvec_gelu_erf_kernel": "ld.global",
     "matvec_fp8_kernel": "ld.global",
     "cached_attention_kernel": "ld.volatile.global",
     "cached_attention_shared_kernel": "ld.volatile.global",

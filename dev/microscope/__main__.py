@@ -24,7 +24,7 @@ shows there, though on a GPU a cache may serve the second time.
 
 Kernels are launched as on an H200, among whose 132 multiprocessors some launchers share out the work, and arrays are
 taken to begin at a multiple of 128 bytes. Of 693 counts that NVIDIA's profiler, ncu, made there of launches in TF32,
-665 are the same (tests/data/microscope.json). Others differ where the compilers do: nvcc joins neighbouring accesses of
+656 are the same (tests/data/microscope.json). Others differ where the compilers do: nvcc joins neighbouring accesses of
 four bytes into one of sixteen, keeps in a register what g++ loads again, or the other way round; or in how ncu counts:
 instructions whose lanes are all switched off are executed for it, a copy to shared memory (cp.async), which is a load
 and a store here, has a counter of its own, and conflicts are also those with other traffic. An access whose lanes
