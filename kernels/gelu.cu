@@ -42,11 +42,11 @@ __device__ __forceinline__ void forward(floatX* out, const floatX* inp, const fl
     });
 }
 
-// forward of a model that writes text, and so has a single row, in the kernel of the product before it (matvec.cuh):
+// forward of a single row, as of a token of one text, in the kernel of the product before it (matvec.cuh):
 // fch (OC) = inp (C) @ weight (OC, C)^T, and out (OC) = gelu(fch + bias).
 __device__ __forceinline__ void matvec_forward(floatX* out, floatX* fch, const floatX* inp, const floatX* weight,
                                                const floatX* bias, int C, int OC) {
-    matvec_of_floats(inp, weight, bias, C, OC, [=](int o, float sum, float b) {
+    matvec_floatX(inp, weight, bias, C, OC, [=](int o, float sum, float b) {
         set(fch[o], sum);
         set(out[o], gelu(rounded(sum) + b));
     });

@@ -21,7 +21,7 @@ def matmul_gelu_forward(
     without the bias, which is added in fp32 where it is needed. bias is None if there is none."""
     if bias is not None and not erf and takes(B * T, OC, C, weight, bias):
         matmul_gelu_forward_wgmma(out, fch, inp, weight, bias, B * T, C, OC)
-    elif B * T == 1 and type(weight) not in matmul_forward.registry:  # the others have products of their own
+    elif B * T == 1 and type(weight) not in matmul_forward.registry:  # a quantized weight has a product of its own
         matvec_gelu(out, fch, inp, weight, bias, C, OC, erf)
     else:
         matmul_forward(fch, inp, weight, None, B, T, C, OC)
@@ -29,7 +29,8 @@ def matmul_gelu_forward(
 
 
 def matvec_gelu(out, fch, inp, weight, bias, C: int, OC: int, erf: bool = False) -> None:
-    """matmul_gelu_forward of a single row: inp (C), weight (OC,C), bias, fch and out (OC)."""
+    """matmul_gelu_forward of a single row: inp (C), weight (OC,C), bias, fch and out (OC). Neither fch nor out may
+    overlap inp."""
     source, form = (cu_erf, "gelu_erf") if erf else (cu, "gelu")
     block = matvec_block(source, C, OC)
     source.launch(f"matvec_{form}_kernel", (ceil_div(OC, block[1]),), block, (out, fch, inp, weight, bias, C, OC))

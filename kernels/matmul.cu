@@ -1,6 +1,6 @@
 // Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T. Where out is the residual stream,
 // they also add residual (N, OC), the stream before the branch. cuBLAS computes the products, except that of a
-// single row. This file has that one, and a transposition. Both are memory-bound.
+// single row. This file has that one (gelu.cu has it with GELU), and a transposition. Both are memory-bound.
 #include "matvec.cuh"
 #include "tile.cuh"
 
@@ -20,5 +20,5 @@ extern "C" __global__ void transpose_kernel(SETS floatX* out, const floatX* inp,
 extern "C" __global__ void PROGRAMMATIC matvec_kernel(SETS floatX* out, const floatX* inp, const floatX* weight,
                                                       const floatX* bias, const floatX* residual, int C,
                                                       int OC) {
-    matvec_of_floats(inp, weight, bias, C, OC, store_to(out, residual, 1.0f));
+    matvec_floatX(inp, weight, bias, C, OC, store_to(out, residual, 1.0f));
 }

@@ -1,4 +1,5 @@
-// The product of a single row with a weight, for kernels whose weights lie in memory in different ways.
+// The product of a single row with a weight, for kernels that store weights in different ways, or do different things
+// with a sum.
 #pragma once
 #include "dependent_launch.cuh"
 
@@ -11,8 +12,10 @@ __device__ inline float sum_of(const Vec& v) {
 }
 
 // inp (C) @ weight (OC, C)^T, for a model that writes text. For each output o a thread calls finish(o, sum, b), where b
-// is its bias, or 0 if bias is null. Each number of the weight is used in one multiplication only. So a tile of the
-// weight would have nothing to share, and a kernel that loads tiles takes some 4 us even for the smallest weight.
+// is its bias, or 0 if bias is null. For the last output several threads may call it, with the same numbers.
+//
+// Each number of the weight is used in one multiplication only. So a tile of the weight would have nothing to share,
+// and a kernel that loads tiles takes some 4 us even for the smallest weight.
 //
 // Block: (lanes, outputs), if `lanes` lanes of a warp, a power of two, compute an output; or (warps * WARP_SIZE, 1), if
 // several warps do. A thread starts to load AT_ONCE vectors of the weight before it uses the first, and before the
@@ -30,20 +33,20 @@ __device__ inline void matvec(const floatX* inp, const floatX* bias, int C, int 
         decltype(load(o, 0)) w[AT_ONCE] = {};
         Vec x[AT_ONCE] = {};
 #pragma unroll
-        for (int b = 0; b < AT_ONCE; b++) {
-            const int i = first + b * step;
-            if (i < C) w[b] = load(o, i);
+        for (int a = 0; a < AT_ONCE; a++) {
+            const int i = first + a * step;
+            if (i < C) w[a] = load(o, i);
         }
         if (first < step) grid_dependency_synchronize();  // previous launches may write the input, but no weights
 #pragma unroll
-        for (int b = 0; b < AT_ONCE; b++) {
-            const int i = first + b * step;
-            if (i < C) x[b] = memory.load(inp + i, C - i);
+        for (int a = 0; a < AT_ONCE; a++) {
+            const int i = first + a * step;
+            if (i < C) x[a] = memory.load(inp + i, C - i);
         }
 #pragma unroll
-        for (int b = 0; b < AT_ONCE; b++) {
-            const Vec v = numbers_of(w[b]);
-            for (int k = 0; k < WIDTH; k++) sum.x[k] += v.x[k] * x[b].x[k];
+        for (int a = 0; a < AT_ONCE; a++) {
+            const Vec v = numbers_of(w[a]);
+            for (int k = 0; k < WIDTH; k++) sum.x[k] += v.x[k] * x[a].x[k];
         }
     }
     float total = sum_of(sum);
@@ -52,10 +55,10 @@ __device__ inline void matvec(const floatX* inp, const floatX* bias, int C, int 
     if (threadIdx.x == 0) finish(o, total, b);
 }
 
-// matvec of a weight of type floatX.
+// matvec of a weight whose type is floatX.
 template <class Finish>
-__device__ inline void matvec_of_floats(const floatX* inp, const floatX* weight, const floatX* bias, int C, int OC,
-                                        Finish finish) {
+__device__ inline void matvec_floatX(const floatX* inp, const floatX* weight, const floatX* bias, int C, int OC,
+                                     Finish finish) {
     trigger_programmatic_launch();
     by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
         auto load = [&](int o, int i) { return memory.load(weight + (size_t)o * C + i, C - i); };
@@ -63,10 +66,10 @@ __device__ inline void matvec_of_floats(const floatX* inp, const floatX* weight,
     });
 }
 
-// The finish that stores an output of out (OC). The sum is to be multiplied by `scale`. residual (OC) may be null.
+// A finish for matvec: out[o] = scale * sum + bias + residual[o]. residual (OC) may be null.
 __device__ inline auto store_to(floatX* out, const floatX* residual, float scale) {
     return [=](int o, float sum, float bias) {
-        // Now, and not beside the input: with an earlier load a token of GPT-2 took 4% longer on an H100.
+        // We load this only now, not beside the input: with an earlier load a token of GPT-2 took 4% longer on an H100.
         const float r = residual != nullptr ? to_float(residual[o]) : 0.0f;
         set(out[o], scale * sum + bias + r);
     };

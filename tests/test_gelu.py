@@ -68,31 +68,36 @@ def test_gelu_backward_replaces_the_gradient_adds_the_bias_gradient_and_recomput
 def test_product_bias_and_gelu_are_one_call_that_keeps_the_product_without_the_bias(each_product, form, B, T, C, OC):
     rng = np.random.default_rng([B, T, C, OC])
     inp, weight, bias = exact(normal(rng, B, T, C) / C**0.5), normal(rng, OC, C), normal(rng, OC)
-    out, fch = launch(
-        matmul_gelu_forward, write(B, T, OC), write(B, T, OC), inp, parameter(weight), parameter(bias), B, T, C, OC,
-        erf=form == "none", shift=OC % device.width(),
-    )  # fmt: skip
+    kernels = []
+    with device.observe(lambda name, arguments, work: (kernels.append(name), work())):
+        out, fch = launch(
+            matmul_gelu_forward, write(B, T, OC), write(B, T, OC), inp, parameter(weight), parameter(bias), B, T, C, OC,
+            erf=form == "none", shift=OC % device.width(),
+        )  # fmt: skip
     assert_close("fch", fch, leaf(inp) @ leaf(weight).T, kernel_tolerance(device))
     assert_close("gelu", out, gelu(leaf(fch), leaf(bias), form), KERNEL_FP32)  # of fch as it is stored
+    one = {"tanh": "matvec_gelu_kernel", "none": "matvec_gelu_erf_kernel"}[form]
+    assert kernels == [one] if B * T == 1 else one not in kernels
 
 
 @on_each_type
 @each_form
+@pytest.mark.parametrize("biased", [True, False])
 @shapes(
     (768, 50), (11, 7),
     (5000, 3),  # several warps per output
     (19, MIN_OUTPUTS_FOR_8_LANES + 3),  # several outputs per warp
     C=(1, 5000), OC=(1, 200),
 )  # fmt: skip
-def test_the_product_of_a_single_row_has_gelu_in_its_kernel(form, C, OC):
+def test_the_product_of_a_single_row_has_gelu_in_its_kernel(form, biased, C, OC):
     rng = np.random.default_rng([C, OC])
     inp, weight, bias = exact(normal(rng, C) / C**0.5), parameter(normal(rng, OC, C)), parameter(normal(rng, OC))
-    arguments, shift = (inp, weight, bias, C, OC, form == "none"), OC % device.width()
-    out, fch = launch(matvec_gelu, write(OC), write(OC), *arguments, shift=shift)
+    arguments = inp, weight, bias if biased else None, C, OC, form == "none"
+    out, fch = launch(matvec_gelu, write(OC), write(OC), *arguments, shift=OC % device.width())
     product = leaf(weight.values) @ leaf(inp)
     # Terms of a sum cancel: of few outputs the largest may be far below the sum of their sizes.
     assert_close("fch", fch, product, kernel_tolerance(device) * max(1.0, 1 / float(product.abs().max())))
-    assert_close("gelu", out, gelu(leaf(fch), leaf(bias.values), form), KERNEL_FP32)
+    assert_close("gelu", out, gelu(leaf(fch), leaf(bias.values) * biased, form), KERNEL_FP32)
 
 
 @on_each_type

@@ -24,28 +24,28 @@ def product(m: int, n: int, k: int, letters: str, share: float) -> tuple:
     return f"product {m} x {n} x {k} {letters}", 2 * m * n * k, 4 * (m * k + k * n + m * n), share, True
 
 
-# Name, FLOPs, bytes, the share of its ceiling in a profile of an H200 (dev/profile_step.py, 2026-11-22; doc/profile.png
-# is an H100's), whether that ceiling is the product's. FLOPs of the others are those of their inner loops for each
-# element, an exponential or division counted as one.
+# Name, FLOPs, bytes, the share of its ceiling in the profile of doc/profile.png (dev/profile_step.py), whether that
+# ceiling is the product's. FLOPs of the others are those of their inner loops for each element, an exponential or
+# division counted as one.
 KERNELS = (
-    product(50304, C, N, "TT", 0.96),
-    product(N, 3072, C, "NT", 0.80),
-    product(N, C, 3072, "NT", 0.65),
-    product(N, C, C, "NT", 0.47),
-    product(C, C, N, "TT", 0.34),
-    ("flash_attention_forward", 2 * T * N * C, 4 * 4 * N * C, 0.28, True),
-    ("flash_attention_backward_key", 4 * T * N * C, 6 * 4 * N * C, 0.31, True),
-    ("gelu_forward", 12, 8, 0.90, False),
-    ("layernorm_backward", 16, 16, 0.64, False),
-    ("fused_classifier", 7, 8, 0.83, False),
-    ("layernorm_forward", 10, 16, 0.87, False),
-    ("adamw", 17, 28, 1.02, False),
-    ("column_partials", 1, 4, 1.03, False),
-    ("add_partials", 1, 4, 0.15, False),
+    product(50304, C, N, "TT", 0.86),
+    product(N, 3072, C, "NT", 0.73),
+    product(N, C, 3072, "NT", 0.55),
+    product(N, C, C, "NT", 0.41),
+    product(C, C, N, "TT", 0.31),
+    ("flash_attention_forward", 2 * T * N * C, 4 * 4 * N * C, 0.25, True),
+    ("flash_attention_backward_key", 4 * T * N * C, 6 * 4 * N * C, 0.29, True),
+    ("gelu_forward", 12, 8, 0.91, False),
+    ("layernorm_backward", 16, 16, 0.68, False),
+    ("fused_classifier", 7, 8, 0.87, False),
+    ("layernorm_forward", 10, 16, 0.69, False),
+    ("adamw", 17, 28, 1.01, False),
+    ("column_partials", 1, 4, 1.00, False),
+    ("add_partials", 1, 4, 0.19, False),
 )
 
 BESIDE = {
-    1: (9, -1), 2: (-17, 5), 3: (9, 7), 4: (-17, 0), 5: (-10, -7), 6: (-16, 6), 8: (9, 12), 9: (9, 12), 11: (-1, 20),
+    2: (-17, 5), 3: (9, 7), 4: (-17, 0), 5: (-17, 2), 6: (-16, 6), 8: (9, 12), 9: (9, 12), 10: (-7, 20), 11: (-1, 20),
     12: (-25, 0),
 }  # fmt: skip
 X, Y, W, H = 62, 40, 500, 470      # of the plot
