@@ -2,9 +2,8 @@
 
 import device
 from kernels.gelu import gelu_backward, gelu_forward, matmul_gelu_forward, matvec_gelu
-from kernels.matmul import MIN_OUTPUTS_FOR_8_LANES
 from oracle import KERNEL_FP32, assert_close, exact, kernel_tolerance, leaf, normal, to_numpy
-from support.kernels import FP32, autograd, gradient, launch, parameter, recomputed, shapes, update, write
+from support.kernels import FP32, autograd, gradient, launch, parameter, recomputed, shapes, single_row, update, write
 
 import numpy as np
 import pytest
@@ -83,12 +82,7 @@ def test_product_bias_and_gelu_are_one_call_that_keeps_the_product_without_the_b
 @on_each_type
 @each_form
 @pytest.mark.parametrize("biased", [True, False])
-@shapes(
-    (768, 50), (11, 7),
-    (5000, 3),  # several warps per output
-    (19, MIN_OUTPUTS_FOR_8_LANES + 3),  # several outputs per warp
-    C=(1, 5000), OC=(1, 200),
-)  # fmt: skip
+@single_row
 def test_the_product_of_a_single_row_has_gelu_in_its_kernel(form, biased, C, OC):
     rng = np.random.default_rng([C, OC])
     inp, weight, bias = exact(normal(rng, C) / C**0.5), parameter(normal(rng, OC, C)), parameter(normal(rng, OC))

@@ -2,7 +2,6 @@
 
 import device
 from kernels.matmul import (
-    MIN_OUTPUTS_FOR_8_LANES,
     ROWS_WORTH_TRANSPOSING,
     matmul_backward_bias,
     matmul_backward_inp,
@@ -12,7 +11,7 @@ from kernels.matmul import (
     transpose,
 )
 from oracle import BF16, KERNEL_FP32, assert_close, guarded, kernel_tolerance, leaf, normal, to_numpy
-from support.kernels import FP32, gradient, launch, parameter, shapes, update, write
+from support.kernels import FP32, gradient, launch, parameter, shapes, single_row, update, write
 
 import numpy as np
 import pytest
@@ -54,12 +53,7 @@ def test_matmul_forward_multiplies_and_adds_the_bias_and_the_residual_stream(bia
 @on_each_type
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("on_a_stream", [True, False])
-@shapes(
-    (768, 50), (11, 7),
-    (5000, 3),  # several warps per output
-    (19, MIN_OUTPUTS_FOR_8_LANES + 3),  # several outputs per warp
-    C=(1, 5000), OC=(1, 200),
-)  # fmt: skip
+@single_row
 def test_matvec_multiplies_a_single_row_and_adds_the_bias_and_the_residual_stream(biased, on_a_stream, C, OC):
     inp, weight, bias, stream = make(1, 1, C, OC)
     ours_bias, residual = parameter(bias) if biased else None, stream[0, 0] if on_a_stream else None

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import device
 import oracle
+from kernels.matmul import MIN_OUTPUTS_FOR_8_LANES
 from oracle import guarded, leaf
 
 import numpy as np
@@ -26,6 +27,15 @@ def shapes(*examples: tuple, **limits: tuple[int, int]) -> Callable:
         return given(**{name: st.integers(*ends) for name, ends in limits.items()})(test)
 
     return decorate
+
+
+# Sizes of a weight (OC,C) for the kernels of matvec.cuh.
+single_row = shapes(
+    (768, 50), (11, 7),
+    (5000, 3),  # several warps per output
+    (19, MIN_OUTPUTS_FOR_8_LANES + 3),  # several outputs per warp
+    C=(1, 5000), OC=(1, 200),
+)  # fmt: skip
 
 
 @dataclass(eq=False)
