@@ -120,10 +120,10 @@ struct GeluBackward : Epilogue {
         for (int i = 0; i < BARRIERS; i++) barrier_init(full[i], 1);
         barriers_ready();
     }
+    static_assert(TURNS % 3 == 0);  // so a tile's last turn has slot 2
     // To be called when the stores from the slot that it fills have been read. A warp's first tile has none yet. Later,
     // the last turn of a tile has waited for the stores of all turns before it. Its own are from slot 2 and from out's,
     // and the first two turns of the next tile fill slots 0 and 1.
-    static_assert(TURNS % 3 == 0);
     __device__ void load(int turn, int row0, int column0) const {
         barrier_expect(full[turn % 3], 2 * SLOT);
         copy_box<16>(slot(turn % 3), fch, column0 + turn / 2 * 64, row0 + row_of(turn % 2), 0, full[turn % 3]);
@@ -288,8 +288,8 @@ struct SwigluBackward {
     }
     static __device__ int row_of(int turn) { return Epilogue::row_of(turn / 2 % 2) + turn % 2 * 8; }
     __device__ bf16* pair(int turn) const { return slots + turn % 3 * 2 * PART; }
+    static_assert(TURNS % 3 == 0);  // so a tile's last turn has the last pair
     // To be called when GeluBackward's is.
-    static_assert(TURNS % 3 == 0);
     __device__ void load(int turn, int row0, int column0) const {
         const int row = row0 + row_of(turn), column = column0 + turn / 4 * 64;
         barrier_expect(full[turn % 3], 2 * 2 * PART);
