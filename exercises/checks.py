@@ -495,7 +495,7 @@ def check_bias_gradient(lab: Lab) -> None:
 
 
 def check_layernorm(lab: Lab) -> None:
-    sizes = {"N": 6, "C": 64}, {"N": 4, "C": 5}, {"N": 2, "C": 1601}
+    sizes = {"N": 18, "C": 64}, {"N": 17, "C": 5}, {"N": 17, "C": 1601}  # few rows have a kernel of their own
     check_topic(lab, kernels.layernorm.cu, "layernorm_forward", *sizes)
 
 

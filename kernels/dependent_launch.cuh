@@ -2,11 +2,8 @@
 #pragma once
 #include "common.cuh"
 
-// With at most MAX_PREFETCH_BLOCKS blocks, a kernel's time is mostly that of loads which wait for one another. So such
-// a kernel starts to bring what it will read later to the L2 cache. `prefetch` does this for the line of 128 bytes at
-// p, and does not wait.
-constexpr int MAX_PREFETCH_BLOCKS = 16;
-
+// Starts to bring the line of 128 bytes at p to the L2 cache, and does not wait. This pays in a kernel whose time is
+// mostly that of loads which wait for one another.
 __device__ inline void prefetch(const floatX* p) {
 #ifndef LLMC_CPU
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));

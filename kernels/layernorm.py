@@ -9,7 +9,7 @@ from device import ceil_div
 from kernels.dispatch import dispatched
 from kernels.launches import ROWS, describe
 from kernels.matmul import recomputed
-from kernels.norm import launch_forward, recompute_norm
+from kernels.norm import MANY_AND_FEW, launch_forward, recompute_norm
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
 cu = device.source(__file__)
@@ -58,7 +58,8 @@ def layernorm_recompute(out, inp, norm, stats, B: int, T: int, C: int) -> None:
 
 
 NORM = "norm.weight norm.bias: C; stats.mean* stats.rstd*: B,T"
-describe(layernorm_forward, ROWS, f"out inp: B,T,C; {NORM}", hard="B=1 T=3 C=2101")
+for variant, sizes, hard in MANY_AND_FEW:
+    describe(layernorm_forward, sizes, f"out inp: B,T,C; {NORM}", variant=variant, hard=hard)
 describe(layernorm_backward, ROWS, f"dinp dout inp: B,T,C; {NORM}; dnorm.dweight* dnorm.dbias* dbias2*: C",
          hard="B=1 T=200 C=300", twice={"layernorm_backward": "dinp"})
 describe(layernorm_recompute, "B=2 T=32 C=64", f"out: B*T,C; inp: B,T,C; {NORM}", recomputed)

@@ -12,11 +12,6 @@ struct Norm {
 
     __device__ bool aligned() const { return is_aligned(weight) && is_aligned(shift); }
 
-    __device__ void prefetch_parameters(int i) const {
-        if (weight != nullptr) prefetch(weight + i);
-        if (shift != nullptr) prefetch(shift + i);
-    }
-
     // A vector of out, from one of n.
     template <class Memory>
     __device__ Vec of(Memory memory, int i, const Vec& n, int C) const {
@@ -109,13 +104,6 @@ __device__ inline void norm_forward(float* mean, float* rstd, const floatX* inp,
     const int n = row_of_thread();
     trigger_programmatic_launch();
     if (n >= N) return;
-    float* row = memory_of_row(rows, C);
-
-    // For a model that writes text, rows are few, and no other block has loaded the parameters.
-    const int first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x;
-    for (int i = first; i < C && gridDim.x <= MAX_PREFETCH_BLOCKS; i += step) {
-        norm0.prefetch_parameters(i), norm1.prefetch_parameters(i);
-    }
     grid_dependency_synchronize();
-    norm_row(mean, rstd, inp, norm0, norm1, eps, n, C, row);
+    norm_row(mean, rstd, inp, norm0, norm1, eps, n, C, memory_of_row(rows, C));
 }

@@ -1,5 +1,5 @@
-"""What all norms share: the launch of their forward kernels, whose body is norm_forward (norm.cuh), and the launcher of
-norm.cu, which computes an output once more."""
+"""What all norms share: the launch of their forward kernels, whose body is norm_forward (norm.cuh), and the launchers of
+norm.cu."""
 
 import device
 from device import ceil_div
@@ -11,31 +11,47 @@ import numpy as np
 
 cu = device.source(__file__)
 
-SPREAD_ROWS = 16
+FEW_ROWS = 16
+MANY_AND_FEW = ("", "B=2 T=16 C=128", "B=1 T=17 C=2101"), ("few rows", "B=1 T=1 C=128", "B=1 T=3 C=1101")  # `describe`
 MAX_THREADS = 512  # a thread may need 128 registers, and a multiprocessor has 65,536
 
 
 def forward_blocks(source: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
-    """The grid, the block and the bytes of shared memory with which `source` launches such a kernel for rows (N,C). A
-    block has four rows, and a warp for each. If rows are long, a block has one row, and a thread 16 channels. If rows
-    are few, as when a model writes text, each row gets as many threads as have work."""
+    """The grid, the block and the bytes of shared memory with which `source` launches a kernel with norm_forward's body
+    for rows (N,C). A block has four rows, and a warp for each. If rows are long, a block has one row, and a thread 16
+    channels."""
     # An H100 takes 10% less to 7% more time for LayerNorm than with a kernel and blocks of its own, and 4% less to 18%
     # more for the parallel residual (fp32, dropout). This is 0.3% of a step at most.
-    width = source.width
-    if N <= SPREAD_ROWS:
-        rows, threads = 1, 32 * ceil_div(C, 32 * width)
-    else:
-        rows, threads = (4, 32) if C <= 1024 else (1, 32 * ceil_div(C, 512))
-    block, shared_mem = (source.block(min(MAX_THREADS, threads)), rows), rows * 4 * width * ceil_div(C, width)
-    return (ceil_div(N, rows),), block, shared_mem
+    rows, threads = (4, 32) if C <= 1024 else (1, 32 * ceil_div(C, 512))
+    block = source.block(min(MAX_THREADS, threads)), rows
+    return (ceil_div(N, rows),), block, rows * 4 * source.width * ceil_div(C, source.width)
 
 
 def launch_forward(source: Source, name: str, out, stats, inp, norm, eps: float, N: int, C: int) -> None:
     """Launches the forward kernel of a norm, "layernorm" or "rmsnorm". Sets out (N,C) and the stats (N) of its rows,
     from inp (N,C) and norm, its weights (C)."""
+    if rows_are_few(N, C):
+        weight, shift = (*norm, None)[:2]
+        norm_few_rows(out, None, *(None, *stats)[-2:], inp, weight, shift, None, None, eps, N, C)
+        return
     grid, block, shared_mem = forward_blocks(source, N, C)
     args = out, *stats, inp, *norm, np.float32(eps), N, C
     source.launch(f"{name}_forward_kernel", grid, block, args, shared_mem=shared_mem)
+
+
+def rows_are_few(N: int, C: int) -> bool:
+    """Whether norm_few_rows takes rows (N,C), as when a model writes text."""
+    return N <= FEW_ROWS and C <= cu.block(MAX_THREADS) * cu.width
+
+
+def norm_few_rows(
+    out0, out1, mean, rstd, inp, weight0, shift0, weight1, shift1, eps: float, N: int, C: int
+) -> None:  # fmt: skip
+    """out0 (N,C) = n * weight0 + shift0 and out1 (N,C) = n * weight1 + shift1, where n are the normalised rows of
+    inp (N,C). Sets mean and rstd (N), too. Weights and shifts are (C). These may be None: out1 with weight1, shifts,
+    and mean for RMSNorm, which subtracts none."""
+    args = out0, out1, mean, rstd, inp, weight0, shift0, weight1, shift1, np.float32(eps), C
+    cu.launch("norm_few_rows_kernel", (N,), (cu.block(32 * ceil_div(C, 32 * cu.width)),), args)
 
 
 def recompute_norm(out, inp, norm, stats, B: int, T: int, C: int) -> None:

@@ -8,7 +8,7 @@ from device import ceil_div
 from kernels.dropout import Dropout, drop_a_fifth
 from kernels.launches import MATRIX, ROWS, describe
 from kernels.matmul import matmul_forward
-from kernels.norm import forward_blocks
+from kernels.norm import MANY_AND_FEW, forward_blocks, norm_few_rows, rows_are_few
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
 import numpy as np
@@ -41,8 +41,12 @@ def parallel_residual_forward(outs, stats, inp, norms, eps: float, B: int, T: in
     overlap."""
     (weight0, shift0), (weight1, shift1) = pair(norms, (None, None))
     out0, out1 = pair(outs[: len(norms)])
+    args = out0, out1, *stats, inp, weight0, shift0, weight1, shift1
+    if rows_are_few(B * T, C):
+        norm_few_rows(*args, eps, B * T, C)
+        return
     grid, block, shared_mem = forward_blocks(cu, B * T, C)
-    args = out0, out1, *stats, inp, weight0, shift0, weight1, shift1, np.float32(eps), B * T, C
+    args = *args, np.float32(eps), B * T, C
     cu.launch("parallel_residual_forward_kernel", grid, block, args, shared_mem=shared_mem)
 
 
@@ -105,9 +109,10 @@ def random_and_sites(dropout0: Dropout | None, dropout1: Dropout | None) -> tupl
 
 describe(add_dropped, MATRIX, "out residual: N,C", lambda size, a: {"dropout": drop_a_fifth()}, hard="N=133 C=67",
          twice={"add_dropped": "out"})
-describe(parallel_residual_forward, ROWS, "inp outs.out0 outs.out1: B,T,C; weight0 weight1 shift0 shift1: C; "
-         "stats.mean* stats.rstd*: B,T", lambda size, a: {"norms": [(a.weight0, a.shift0), (a.weight1, a.shift1)]},
-         hard="B=1 T=3 C=2101")
+for variant, sizes, hard in MANY_AND_FEW:
+    describe(parallel_residual_forward, sizes, "inp outs.out0 outs.out1: B,T,C; weight0 weight1 shift0 shift1: C; "
+             "stats.mean* stats.rstd*: B,T", lambda size, a: {"norms": [(a.weight0, a.shift0), (a.weight1, a.shift1)]},
+             variant, hard=hard)
 for variant, drop in ("", lambda site: None), ("dropout", drop_a_fifth):
     describe(
         parallel_residual_backward, ROWS, "inp dinp dproj0 dproj1 douts.dout0 douts.dout1: B,T,C; weight0 weight1: C; "

@@ -5,7 +5,7 @@ from device import ceil_div
 from kernels.dispatch import dispatched
 from kernels.launches import ROWS, describe
 from kernels.matmul import recomputed
-from kernels.norm import launch_forward, recompute_norm
+from kernels.norm import MANY_AND_FEW, launch_forward, recompute_norm
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
 
 cu = device.source(__file__)
@@ -48,7 +48,8 @@ def rmsnorm_recompute(out, inp, weight, rstd, B: int, T: int, C: int) -> None:
     recompute_norm(out, inp, (weight, None), (None, rstd), B, T, C)
 
 
-describe(rmsnorm_forward, ROWS, "out inp: B,T,C; weight: C; rstd*: B,T", hard="B=1 T=3 C=2101")
+for variant, sizes, hard in MANY_AND_FEW:
+    describe(rmsnorm_forward, sizes, "out inp: B,T,C; weight: C; rstd*: B,T", variant=variant, hard=hard)
 describe(rmsnorm_backward, ROWS, "dinp dout inp: B,T,C; weight dweight*: C; rstd*: B,T", hard="B=1 T=31 C=261",
          twice={"rmsnorm_backward": "dinp"})
 describe(rmsnorm_recompute, "B=2 T=32 C=64", "out: B*T,C; inp: B,T,C; weight: C; rstd*: B,T", recomputed)

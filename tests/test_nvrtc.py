@@ -49,6 +49,7 @@ MAY_READ = {
     "matvec_gelu_kernel": "ld.global",
     "matvec_gelu_erf_kernel": "ld.global",
     "matvec_fp8_kernel": "ld.global",
+    "norm_few_rows_kernel": "ld.global",
     "cached_attention_kernel": "ld.volatile.global",
     "cached_attention_shared_kernel": "ld.volatile.global",
 }
