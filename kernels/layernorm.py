@@ -21,7 +21,7 @@ EPS = 1e-5
 def layernorm_forward(out, stats, inp, norm, B: int, T: int, C: int) -> None:
     """out (B,T,C) = (inp - mean) * rstd * weight + bias, each row by itself, with norm = weight (C), bias (C). Sets
     stats = mean (B,T), rstd (B,T), too."""
-    launch_forward(cu, "layernorm", out, stats, inp, norm, EPS, B * T, C)
+    launch_forward(cu, "layernorm", (out, *stats, inp, *norm), EPS, B * T, C)
 
 
 def layernorm_backward(dinp, dnorm, dout, inp, norm, stats, B: int, T: int, C: int, *, dbias2=None) -> None:

@@ -1,5 +1,4 @@
-"""What all norms share: the launch of their forward kernels, whose body is norm_forward (norm.cuh), and the launchers of
-norm.cu."""
+"""What all norms share: the launch of their forward kernels, and the launcher that computes an output once more."""
 
 import device
 from device import ceil_div
@@ -12,8 +11,9 @@ import numpy as np
 cu = device.source(__file__)
 
 FEW_ROWS = 16
-MANY_AND_FEW = ("", "B=2 T=16 C=128", "B=1 T=17 C=2101"), ("few rows", "B=1 T=1 C=128", "B=1 T=3 C=1101")  # `describe`
 MAX_THREADS = 512  # a thread may need 128 registers, and a multiprocessor has 65,536
+# For `describe`: the variant, the sizes, and the hard ones.
+MANY_AND_FEW = ("", "B=2 T=16 C=128", "B=1 T=17 C=2101"), ("few rows", "B=1 T=1 C=128", "B=1 T=3 C=1101")
 
 
 def forward_blocks(source: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
@@ -27,31 +27,16 @@ def forward_blocks(source: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
     return (ceil_div(N, rows),), block, rows * 4 * source.width * ceil_div(C, source.width)
 
 
-def launch_forward(source: Source, name: str, out, stats, inp, norm, eps: float, N: int, C: int) -> None:
-    """Launches the forward kernel of a norm, "layernorm" or "rmsnorm". Sets out (N,C) and the stats (N) of its rows,
-    from inp (N,C) and norm, its weights (C)."""
-    if rows_are_few(N, C):
-        weight, shift = (*norm, None)[:2]
-        norm_few_rows(out, None, *(None, *stats)[-2:], inp, weight, shift, None, None, eps, N, C)
-        return
-    grid, block, shared_mem = forward_blocks(source, N, C)
-    args = out, *stats, inp, *norm, np.float32(eps), N, C
-    source.launch(f"{name}_forward_kernel", grid, block, args, shared_mem=shared_mem)
-
-
-def rows_are_few(N: int, C: int) -> bool:
-    """Whether norm_few_rows takes rows (N,C), as when a model writes text."""
-    return N <= FEW_ROWS and C <= cu.block(MAX_THREADS) * cu.width
-
-
-def norm_few_rows(
-    out0, out1, mean, rstd, inp, weight0, shift0, weight1, shift1, eps: float, N: int, C: int
-) -> None:  # fmt: skip
-    """out0 (N,C) = n * weight0 + shift0 and out1 (N,C) = n * weight1 + shift1, where n are the normalised rows of
-    inp (N,C). Sets mean and rstd (N), too. Weights and shifts are (C). These may be None: out1 with weight1, shifts,
-    and mean for RMSNorm, which subtracts none."""
-    args = out0, out1, mean, rstd, inp, weight0, shift0, weight1, shift1, np.float32(eps), C
-    cu.launch("norm_few_rows_kernel", (N,), (cu.block(32 * ceil_div(C, 32 * cu.width)),), args)
+def launch_forward(source: Source, name: str, tensors: tuple, eps: float, N: int, C: int) -> None:
+    """Launches the forward kernel of a norm for rows (N,C): "layernorm", "rmsnorm" or "parallel_residual". tensors are
+    the kernel's. If rows are few, norm.cu has it, and each thread has one vector of a row. Else `source` has it."""
+    if N <= FEW_ROWS and C <= cu.block(MAX_THREADS) * cu.width:
+        block, args = cu.block(32 * ceil_div(C, 32 * cu.width)), (*tensors, np.float32(eps), C)
+        cu.launch(f"{name}_few_rows_kernel", (N,), (block,), args)
+    else:
+        grid, block, shared_mem = forward_blocks(source, N, C)
+        args = *tensors, np.float32(eps), N, C
+        source.launch(f"{name}_forward_kernel", grid, block, args, shared_mem=shared_mem)
 
 
 def recompute_norm(out, inp, norm, stats, B: int, T: int, C: int) -> None:

@@ -8,10 +8,8 @@ from device import ceil_div
 from kernels.dropout import Dropout, drop_a_fifth
 from kernels.launches import MATRIX, ROWS, describe
 from kernels.matmul import matmul_forward
-from kernels.norm import MANY_AND_FEW, forward_blocks, norm_few_rows, rows_are_few
+from kernels.norm import MANY_AND_FEW, launch_forward
 from kernels.reduce import MAX_PARTIALS, add_partials, partials_of
-
-import numpy as np
 
 cu = device.source(__file__)
 
@@ -41,13 +39,8 @@ def parallel_residual_forward(outs, stats, inp, norms, eps: float, B: int, T: in
     overlap."""
     (weight0, shift0), (weight1, shift1) = pair(norms, (None, None))
     out0, out1 = pair(outs[: len(norms)])
-    args = out0, out1, *stats, inp, weight0, shift0, weight1, shift1
-    if rows_are_few(B * T, C):
-        norm_few_rows(*args, eps, B * T, C)
-        return
-    grid, block, shared_mem = forward_blocks(cu, B * T, C)
-    args = *args, np.float32(eps), B * T, C
-    cu.launch("parallel_residual_forward_kernel", grid, block, args, shared_mem=shared_mem)
+    tensors = out0, out1, *stats, inp, weight0, shift0, weight1, shift1
+    launch_forward(cu, "parallel_residual", tensors, eps, B * T, C)
 
 
 def pair(given: Sequence, absent=None) -> list:

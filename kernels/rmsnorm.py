@@ -14,7 +14,7 @@ cu = device.source(__file__)
 @dispatched("out")
 def rmsnorm_forward(out, rstd, inp, weight, eps: float, B: int, T: int, C: int) -> None:
     """out (B,T,C) = inp * rstd * weight, each row by itself. Sets rstd (B,T) = 1 / sqrt(mean(inp^2) + eps), too."""
-    launch_forward(cu, "rmsnorm", out, [rstd], inp, [weight], eps, B * T, C)
+    launch_forward(cu, "rmsnorm", (out, rstd, inp, weight), eps, B * T, C)
 
 
 def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B: int, T: int, C: int) -> None:

@@ -45,6 +45,14 @@ def test_layernorm_forward_sets_output_mean_and_rstd(B, T, C):
     assert_close("out", out, layer_norm(leaf(x), leaf(weight), leaf(bias)), KERNEL_FP32)
 
 
+@pytest.mark.parametrize("T", [3, 30], ids=["few rows", "many rows"])
+def test_a_large_mean_costs_the_variance_no_digits(T):
+    x = exact(1000 + 8 * normal(np.random.default_rng(T), 1, T, 777))
+    stats, norm = [write(1, T, dtype=FP32) for _ in range(2)], [parameter(np.ones(777, np.float32)), None]
+    *_, rstd = launch(layernorm_forward, write(1, T, 777), stats, x, norm, 1, T, 777)
+    assert_close("rstd", rstd, mean_and_rstd(x)[1], KERNEL_FP32)
+
+
 @pytest.mark.parametrize("shift", [0, 1])
 @any_shape
 def test_layernorm_is_recomputed(shift, B, T, C):
