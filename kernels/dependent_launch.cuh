@@ -19,6 +19,9 @@ __device__ inline void prefetch(const floatX* p) {
 // and before it reads what an earlier launch may write. Before that call the kernel may prefetch, and it may read
 // parameters. Their update has ended by then: a copy of tokens comes before each forward pass, and a copy waits for all
 // earlier launches.
+//
+// In such a kernel no pointer is both const and __restrict__. That would say that nobody writes the array while the
+// kernel runs. Then the compiler may move a load from it to the other side of grid_dependency_synchronize.
 #define PROGRAMMATIC
 
 __device__ inline void trigger_programmatic_launch() {

@@ -7,8 +7,8 @@
 
 // Writes out (N,C), mean (N) and rstd (N).
 extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(
-    floatX* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, const floatX* __restrict__ inp,
-    const floatX* __restrict__ weight, const floatX* __restrict__ bias, float eps, int N, int C) {
+    floatX* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, const floatX* inp,
+    const floatX* weight, const floatX* bias, float eps, int N, int C) {
     norm_forward(mean, rstd, inp, {out, weight, bias}, {}, eps, N, C);
 }
 

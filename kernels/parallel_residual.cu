@@ -14,8 +14,8 @@
 
 extern "C" __global__ void PROGRAMMATIC parallel_residual_forward_kernel(
     floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean, float* __restrict__ rstd,
-    const floatX* __restrict__ inp, const floatX* __restrict__ weight0, const floatX* __restrict__ shift0,
-    const floatX* __restrict__ weight1, const floatX* __restrict__ shift1, float eps, int N, int C) {
+    const floatX* inp, const floatX* weight0, const floatX* shift0, const floatX* weight1, const floatX* shift1,
+    float eps, int N, int C) {
     norm_forward(mean, rstd, inp, {out0, weight0, shift0}, {out1, weight1, shift1}, eps, N, C);
 }
 

@@ -13,13 +13,10 @@
 // inp and out (N,NH+2*NKV,HS), N = B*T; rstd (N,NH+NKV); table (T,HS/2,2). starts (B), which may be null, has the
 // position of each sequence's first row.
 extern "C" __global__ void PROGRAMMATIC qk_norm_forward_kernel(SETS floatX* __restrict__ out,
-                                                               SETS float* __restrict__ rstd,
-                                                               const floatX* __restrict__ inp,
-                                                               const floatX* __restrict__ qweight,
-                                                               const floatX* __restrict__ kweight,
-                                                               const float* __restrict__ table,
-                                                               const int* __restrict__ starts, float eps, int N, int T,
-                                                               int NH, int NKV, int HS) {
+                                                               SETS float* __restrict__ rstd, const floatX* inp,
+                                                               const floatX* qweight, const floatX* kweight,
+                                                               const float* table, const int* starts, float eps, int N,
+                                                               int T, int NH, int NKV, int HS) {
     const int head = blockIdx.x * heads_at_once() + place(), heads = NH + 2 * NKV;
     trigger_programmatic_launch();
     if (head >= N * heads) return;

@@ -10,8 +10,8 @@
 
 // Writes out (N,C) and rstd (N).
 extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(
-    floatX* __restrict__ out, float* __restrict__ rstd, const floatX* __restrict__ inp,
-    const floatX* __restrict__ weight, float eps, int N, int C) {
+    floatX* __restrict__ out, float* __restrict__ rstd, const floatX* inp, const floatX* weight, float eps, int N,
+    int C) {
     norm_forward(nullptr, rstd, inp, {out, weight}, {}, eps, N, C);
 }
 

@@ -12,9 +12,8 @@
 // Changes qkv (B,T,all_heads,HS) in place, in the first `heads` heads of each position. R is even. direction is 1, or
 // -1 for backward. starts (B), which may be null, has the position of each sequence's first row. Block (t, b) takes one
 // row. Its threads are (vectors of channels, heads).
-extern "C" __global__ void PROGRAMMATIC rope_kernel(floatX* __restrict__ qkv, const float* __restrict__ table,
-                                                    const int* __restrict__ starts, float direction, int heads,
-                                                    int all_heads, int HS, int R) {
+extern "C" __global__ void PROGRAMMATIC rope_kernel(floatX* __restrict__ qkv, const float* table, const int* starts,
+                                                    float direction, int heads, int all_heads, int HS, int R) {
     constexpr int AT_ONCE = 16 / WIDTH;  // heads that a thread loads before it stores the first
     trigger_programmatic_launch();
     grid_dependency_synchronize();

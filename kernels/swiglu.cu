@@ -10,8 +10,7 @@
 #include "tile.cuh"
 
 // Block x: a row; thread: a vector of columns of grid column y.
-extern "C" __global__ void PROGRAMMATIC swiglu_forward_kernel(floatX* __restrict__ out, const floatX* __restrict__ inp,
-                                                              int C) {
+extern "C" __global__ void PROGRAMMATIC swiglu_forward_kernel(floatX* __restrict__ out, const floatX* inp, int C) {
     const int i = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
     trigger_programmatic_launch();
     if (i >= C) return;

@@ -43,8 +43,11 @@ def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[st
 
 
 def early_accesses(text: str) -> list[str] | None:
+    """The accesses before the wait; and wherever they stand, loads of what is constant while the kernel runs (.nc): the
+    assembler may move these before the wait."""
     before, wait, _ = text.partition("griddepcontrol.wait")
     accesses = re.findall(r"\b(?:ld|st|atom|red|cp)\.(?!param|shared)[\w.]+", before)
+    accesses += re.findall(r"\bld\.global\.nc[\w.]*", text)
     return sorted(set(accesses)) if wait else None
 
 
