@@ -9,8 +9,9 @@ lie: T is transposed. Bytes are counted from a kernel's arguments, each array re
 and dv. For the products of matrix attention on the CPU they are those of the causal half, too. They are held against
 the ceilings that dev/bench/ceilings.py measures: a large product, a large copy.
 
-On CUDA a call's time is what passes between two events around it, while earlier work keeps the GPU busy so that the
-host is ahead. Events cost time themselves: what they add to a kernel that does nothing is taken off.
+On CUDA a call's time is what passes between two events around it, while other work keeps the GPU busy so that the host
+is ahead. A stream holds only some 1,000 launches and events before the host has to wait. So there is such work in front
+of every GROUP calls. Events cost time themselves: what they add to a kernel that does nothing is taken off.
 """
 
 import sys
@@ -40,6 +41,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 matplotlib.use("Agg")  # no display needed
+
+GROUP = 200  # calls, each with two events
 
 
 def label_of(kernel: str, arguments: dict) -> str:
@@ -142,10 +145,19 @@ def rows_of_steps(ours: Ours, steps: int) -> list[Row]:
     device.synchronize()
     for found in rows.values():
         found.spans.clear()
-    busy = keep_busy(1.5 * launching)
-    with device.observe(take_time):
-        for step in range(2, 2 + steps):
+    busy = keep_busy(1.5 * launching * min(1, GROUP / sum(found.calls for found in rows.values())))
+    given = 0  # calls of the step
+
+    def take_time_behind_work(kernel: str, arguments: dict, work: Callable[[], None]) -> None:
+        nonlocal given
+        if given % GROUP == 0:
             busy()
+        given += 1
+        take_time(kernel, arguments, work)
+
+    with device.observe(take_time_behind_work):
+        for step in range(2, 2 + steps):
+            given = 0
             step_of(step, LEARNING_RATE)
             device.synchronize()
             for found in rows.values():

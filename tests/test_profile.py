@@ -6,6 +6,7 @@ import dev.microscope.launches  # noqa: F401  registers all descriptions
 import device
 from dev import profile_step, traffic
 from dev.scripts import model_kinds, small_model
+from device import ceil_div
 from device.sources import kernel_accesses
 
 import numpy as np
@@ -26,6 +27,9 @@ BATCH = ["-b", "16", "-t", "64", "--vocab-size", "300", "--device", "cpu"]
 ])  # fmt: skip
 def test_profile_counts_every_kernel_of_a_step(script, attention, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(profile_step, "measure_ceilings", lambda: profile_step.Ceilings(1e12, 1e9, "ceilings"))
+    begun = []  # stretches of work that let the host get ahead
+    monkeypatch.setattr(profile_step, "GROUP", 10)
+    monkeypatch.setattr(profile_step, "keep_busy", lambda seconds: lambda: begun.append(seconds))
     out = ["--steps", "1", "--out", str(tmp_path / "step.png")]
     profile_step.main([script, "-e", MODELS[script], *BATCH, "-a", attention, *out])
     table = capsys.readouterr().out.partition("us per call")[2].splitlines()[1:]
@@ -41,6 +45,7 @@ def test_profile_counts_every_kernel_of_a_step(script, attention, capsys, monkey
         calls |= {f"{attention}_forward": 1, f"gemm {product}": 2}
     assert {name: int(rows[name][0]) for name in calls} == calls
     assert rows["gemm 1024 x 384 x 128 NT"][4:6] == [f"{2 * 1024 * 384 * 128 / 1e9:.4g}", "GFLOP"]
+    assert len(begun) == ceil_div(sum(int(row[0]) for row in rows.values() if len(row) > 3 and row[0].isdigit()), 10)
     times = [float(row[2]) for row in rows.values() if len(row) > 3 and row[0].isdigit()]
     assert times == sorted(times, reverse=True)
     assert float(rows["sum"][0]) == pytest.approx(sum(times), abs=0.0005 * len(times) + 0.001)
