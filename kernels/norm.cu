@@ -1,5 +1,5 @@
-// Kernels that all norms share: the forward pass of a few rows, and the output once more, for the weight gradient of the
-// product after it. norm.cuh has the forward pass of many rows.
+// Kernels that all norms share: the forward pass of a few rows, and the output once more, for the weight gradient of
+// the product after it. norm.cuh has the forward pass of many rows.
 #include "norm.cuh"
 #include "tile.cuh"
 
@@ -37,8 +37,8 @@ __device__ inline void block_sums(float& x, float& y) {
 
 // The body of the kernels for a few rows, as when a model writes text. Their time is mostly that of loads and barriers
 // which wait for one another. So the parameters come while the previous launch is still at work, a thread keeps its
-// vector of the row in registers, and one barrier brings both sums. Block n takes row n, and each thread one vector. The
-// tensors are those of norm_row (norm.cuh).
+// vector of the row in registers, and one barrier brings both sums. Block n takes row n, and each thread one vector.
+// The tensors are those of norm_row (norm.cuh).
 //
 // With d = x - x[0], the mean is x[0] + mean(d), and the variance is mean(d^2) - mean(d)^2. Without x[0] rounding would
 // ruin this difference if the mean were large. x[0] is at most sqrt(C) standard deviations from the mean, so rounding
