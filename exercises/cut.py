@@ -191,8 +191,8 @@ float m = 0.0f, s = 0.0f;
 // floatX is float here, and WIDTH is 4: a Vec v has the four numbers v.x[0] to v.x[3]. rsqrtf(1.5f) is 1 / sqrt(1.5).
 """,
         parts=(
-            "Norm", "normalised", "row_sum", "norm_row", "row_of_thread", "memory_of_row", "norm_forward",
-            "layernorm_forward_kernel",
+            "scale_and_shift", "Norm", "normalised", "row_sum", "norm_row", "row_of_thread", "memory_of_row",
+            "norm_forward", "layernorm_forward_kernel",
         ),
     ),
     in_python("tf32", "fields: bits =", "to_tf32: bits ="),

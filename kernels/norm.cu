@@ -13,11 +13,7 @@ struct Parameters {
         if (norm.shift != nullptr && i < C) shift = memory.load(norm.shift + i, C - i);
     }
 
-    __device__ Vec of(const Vec& n) const {
-        Vec y;
-        for (int k = 0; k < WIDTH; k++) y.x[k] = fmaf(n.x[k], weight.x[k], shift.x[k]);
-        return y;
-    }
+    __device__ Vec of(const Vec& n) const { return scale_and_shift(n, weight, shift); }
 };
 
 // x and y become their sums over the block, of at most MAX_WARPS warps. A kernel may call this once.
@@ -61,8 +57,8 @@ __device__ __forceinline__ void few_rows_forward(float* mean, float* rstd, const
             squares += d * d;
         }
         block_sums(sum, squares);
-        const float d = mean != nullptr ? sum * one_of_row : 0.0f;
-        const float m = first + d, s = rsqrtf(squares * one_of_row - d * d + eps);
+        const float mean_d = mean != nullptr ? sum * one_of_row : 0.0f;
+        const float m = first + mean_d, s = rsqrtf(squares * one_of_row - mean_d * mean_d + eps);
         if (i < C) {
             const Vec y = normalised(x, m, s);
             memory.store(norm0.out + start + i, parameters0.of(y), C - i);

@@ -1,9 +1,17 @@
 // The forward pass of all norms. Over the last axis of x (N, C), N = B*T:
 //   n = (x - mean) * rstd,  out = n * weight + shift
 // for one or two outs, with rstd = 1 / sqrt(variance + eps). RMSNorm is the same with mean 0 and without shifts.
-// Memory-bound: it reads its input once and writes its outputs once, as the row waits in shared memory.
+// Memory-bound: it reads its input once and writes its outputs once, as the row waits in shared memory. A few rows have
+// kernels of their own, in norm.cu.
 #pragma once
 #include "dependent_launch.cuh"
+
+// A vector of out, from one of n. It rounds alike in every kernel.
+__device__ inline Vec scale_and_shift(const Vec& n, const Vec& weight, const Vec& shift) {
+    Vec y;
+    for (int k = 0; k < WIDTH; k++) y.x[k] = fmaf(n.x[k], weight.x[k], shift.x[k]);
+    return y;
+}
 
 struct Norm {
     floatX* out;           // (N,C)
@@ -16,9 +24,7 @@ struct Norm {
     template <class Memory>
     __device__ Vec of(Memory memory, int i, const Vec& n, int C) const {
         const Vec w = memory.load(weight + i, C - i), b = shift != nullptr ? memory.load(shift + i, C - i) : Vec();
-        Vec y;
-        for (int k = 0; k < WIDTH; k++) y.x[k] = fmaf(n.x[k], w.x[k], b.x[k]);  // rounds alike in every kernel
-        return y;
+        return scale_and_shift(n, w, b);
     }
 
     template <class Memory>
