@@ -16,7 +16,8 @@ struct Parameters {
     __device__ Vec of(const Vec& n) const { return scale_and_shift(n, weight, shift); }
 };
 
-// x and y become their sums over the block, of at most MAX_WARPS warps. A kernel may call this once.
+// x and y become their sums over the block, which has at most MAX_WARPS warps (MAX_THREADS in kernels/norm.py). A
+// kernel may call this once: a second call would need a barrier before it writes.
 __device__ inline void block_sums(float& x, float& y) {
     constexpr int MAX_WARPS = 16;
     __shared__ float sums[2][MAX_WARPS];
@@ -36,9 +37,9 @@ __device__ inline void block_sums(float& x, float& y) {
 // vector of the row in registers, and one barrier brings both sums. Block n takes row n, and each thread one vector.
 // The tensors are those of norm_row (norm.cuh).
 //
-// With d = x - x[0], the mean is x[0] + mean(d), and the variance is mean(d^2) - mean(d)^2. Without x[0] rounding would
-// ruin this difference if the mean were large. x[0] is at most sqrt(C) standard deviations from the mean, so rounding
-// counts at most C times.
+// With d = x - x[0], the mean is x[0] + mean(d), and the variance is mean(d^2) - mean(d)^2. This difference must not be
+// small beside mean(d^2), whose rounding would then count. With d = x it is, if the mean is large. But x[0] is at most
+// sqrt(C) standard deviations from the mean, so mean(d^2) is at most C + 1 times the variance.
 __device__ __forceinline__ void few_rows_forward(float* mean, float* rstd, const floatX* inp, const Norm& norm0,
                                                  const Norm& norm1, float eps, int C) {
     const int n = blockIdx.x, i = WIDTH * threadIdx.x;

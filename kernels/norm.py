@@ -10,8 +10,8 @@ import numpy as np
 
 cu = device.source(__file__)
 
-FEW_ROWS = 16
-MAX_THREADS = 512  # a thread may need 128 registers, and a multiprocessor has 65,536
+FEW_ROWS = 16  # so few that their kernel's time is that of loads and barriers, not of memory
+MAX_THREADS = 512  # a thread may need 128 registers, and a multiprocessor has 65,536. norm.cu's MAX_WARPS has as many
 # For `describe`: the variant, the sizes, and the hard ones.
 MANY_AND_FEW = ("", "B=2 T=16 C=128", "B=1 T=17 C=2101"), ("few rows", "B=1 T=1 C=128", "B=1 T=3 C=1101")
 
