@@ -24,10 +24,12 @@ def sample(
     If drawn, int32 (B,), is given, it gets the tokens, too, but -1 where a logit is NaN or infinity, or all are
     -infinity. There the token is one of the V and means nothing.
     """
+    smallest = np.finfo(np.float32).smallest_normal
     heat = np.float32(temperature)
     if heat:
-        heat = max(heat, np.finfo(np.float32).smallest_normal)  # its reciprocal is finite
-    args = tokens, positions, states, logits, V, Vp, heat, min(top_k, V), np.float32(top_p), context, drawn
+        heat = max(heat, smallest)  # its reciprocal is finite
+    share = max(np.float32(top_p), smallest)  # of 0 the kernel would draw from all
+    args = tokens, positions, states, logits, V, Vp, heat, min(top_k, V), share, context, drawn
     block = cu.block(min(1024, 32 * ceil_div(V, 32 * cu.width)))  # each thread has a vector or more
     cu.launch("sample_kernel", (B,), (block,), args)
 

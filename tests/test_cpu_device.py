@@ -90,6 +90,14 @@ def test_votes(order):
     assert (out == (x > 0).reshape(3, 32).any(1).repeat(32)).all()
 
 
+@pytest.mark.parametrize("n", [1, 33, 96])
+def test_a_block_counts_the_threads_that_say_yes(order, n):
+    x = np.random.default_rng(n).integers(-2, 3, n, dtype=np.int32)
+    out = poisoned(n, 2, dtype=np.int32)
+    kernel("warps.cu", "count_kernel")(2, n, (out, x))
+    assert (out == [(x > 0).sum(), (x < 0).sum()]).all()
+
+
 def test_threads_that_have_returned_are_not_waited_for(order):
     out = poisoned(100, 2, dtype=np.int32)
     kernel("warps.cu", "early_return_kernel")(3, 100, (out,))

@@ -89,6 +89,10 @@ def test_a_diverged_model_still_gives_a_token_and_says_that_it_means_nothing(dev
 @example(V=50257, seed=1, temperature=1.0, top_k=0, top_p=1.0, spread=1.0)
 @example(V=50257, seed=2, temperature=0.8, top_k=40, top_p=0.95, spread=3.0)
 @example(V=4096, seed=3, temperature=0.0, top_k=0, top_p=1.0, spread=0.0)
+@example(V=4096, seed=4, temperature=1.0, top_k=5, top_p=1.0, spread=0.0)  # ties: 4096 have the k-th largest
+@example(V=5000, seed=5, temperature=1.0, top_k=1500, top_p=1.0, spread=1.0)  # more than a block has threads
+@example(V=5000, seed=6, temperature=1.0, top_k=600, top_p=0.5, spread=1.0)
+@example(V=300, seed=7, temperature=1.0, top_k=0, top_p=1e-50, spread=1.0)  # 0 in fp32
 def test_draws_are_those_of_numpy_wherever_no_sum_is_within_rounding_of_the_coin(
     dev, V, seed, temperature, top_k, top_p, spread
 ):

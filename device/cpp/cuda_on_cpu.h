@@ -137,7 +137,12 @@ struct KeepThread {             // while one thread waits, others run and set th
 
 inline void __syncthreads(LLMC_HERE) {
     llmc::KeepThread keep;
-    llmc::block_wait(threadIdx, "__syncthreads", file, line);
+    llmc::block_wait(threadIdx, false, "__syncthreads", file, line);
+}
+
+inline int __syncthreads_count(int predicate, LLMC_HERE) {
+    llmc::KeepThread keep;
+    return llmc::block_wait(threadIdx, predicate != 0, "__syncthreads_count", file, line);
 }
 
 inline void cpu_mbarrier_wait(const llmc::MBarrier& barrier, int parity, LLMC_HERE) {

@@ -172,6 +172,7 @@ struct Worker {                             // an OS thread that runs one block 
     unsigned alive[MAX_THREADS], ready[MAX_THREADS];
     unsigned at_barrier[MAX_THREADS], at_meeting[MAX_THREADS], at_mbarrier[MAX_THREADS];
     unsigned alive_count, at_barrier_count; // threads, in all warps
+    int yes, yes_last_time;                 // of the threads at the barrier: those that said yes; of the last barrier
 
     bool running = false;                   // a kernel, at this moment
     uint32_t random;
@@ -332,6 +333,7 @@ static void begin_fibers(Worker& w, unsigned current) {
     memcpy(w.ready, w.alive, w.warps * sizeof(unsigned));
     w.alive_count = w.threads - current;
     w.at_barrier_count = 0;
+    w.yes = 0;
     w.current = current;
     w.fibers = true;
 }
@@ -380,6 +382,7 @@ static void release_barrier(Worker& w) {
     MICROSCOPE(barrier_passed());
     for (unsigned warp = 0; warp < w.warps; warp++) w.ready[warp] |= w.at_barrier[warp], w.at_barrier[warp] = 0;
     w.at_barrier_count = 0;
+    w.yes_last_time = w.yes, w.yes = 0;
 }
 
 static std::string waits_at(const Fiber& f) {
@@ -476,14 +479,16 @@ static Fiber& wait_at(Worker& w, Index thread, const char* what, const char* fil
     return me;
 }
 
-void block_wait(Index thread, const char* what, const char* file, int line) {
+int block_wait(Index thread, bool yes, const char* what, const char* file, int line) {
     Worker& w = *self;
     MICROSCOPE(wait(__builtin_return_address(0), microscope::BARRIER, what));
-    if (w.threads == 1) return;
+    if (w.threads == 1) return yes;
     wait_at(w, thread, what, file, line);
+    w.yes += yes;
     w.at_barrier[w.current / w.warp_size] |= 1u << w.current % w.warp_size;
     if (++w.at_barrier_count == w.alive_count) release_barrier(w);
     run_others(w);
+    return w.yes_last_time;
 }
 
 void warp_wait(Index thread, unsigned mask, void* mine, Together together, const char* what, const char* file,

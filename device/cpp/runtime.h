@@ -25,8 +25,8 @@ extern __thread End end;
 
 // `thread` is the thread that calls one of the functions below.
 
-// Waits for all threads of the block that have not returned.
-void block_wait(Index thread, const char* what, const char* file, int line);
+// Waits for all threads of the block that have not returned. Returns how many of them said yes.
+int block_wait(Index thread, bool yes, const char* what, const char* file, int line);
 
 // Waits for all lanes in `mask` that have not returned: their meeting. Every lane brings a pointer to a variable of its
 // own. The last lane to come calls `together` with all these pointers (null for a lane that takes no part), and

@@ -19,6 +19,12 @@ extern "C" __global__ void vote_kernel(int* out, const int* x) {
     out[threadIdx.x] = __any_sync(0xffffffff, x[threadIdx.x] > 0);
 }
 
+// out (threads, 2): how many of x (threads) are above 0, and how many below.
+extern "C" __global__ void count_kernel(int* out, const int* x) {
+    out[2 * threadIdx.x] = __syncthreads_count(x[threadIdx.x] > 0);
+    out[2 * threadIdx.x + 1] = __syncthreads_count(x[threadIdx.x] < 0);
+}
+
 // Threads return at different times; those that are left still meet. out (threads, 2)
 extern "C" __global__ void early_return_kernel(int* out) {
     int t = threadIdx.x;
