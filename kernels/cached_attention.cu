@@ -3,7 +3,8 @@
 // each sequence lie in qkv (B, T, NH+2NKV, HS), beside the queries. Sequence b's new positions begin at positions[b]:
 //   out[t] = sum over s <= p of att[s] v[s],  p = positions[b] + t,
 //   att = softmax over s <= p of q[t] . k[s] / sqrt(HS), or for ReLU max(0, q[t] . k[s] / sqrt(HS)) / (p + 1)
-// The kernel also writes the new keys and values to the cache, for later tokens.
+// The kernel also writes the new keys and values to the cache, for later tokens. Blocks of their own do that, so no
+// query waits for it.
 //
 // It is memory-bound if a single query meets many keys: each key and value is read once, for a few products. A single
 // query gives too few blocks to keep a GPU busy. So the keys are split among blocks, too (flash-decoding, Dao et al.
@@ -11,8 +12,8 @@
 // values, not yet normalised. A second kernel combines these results in the order of the splits.
 //
 // The splits divide the whole context, not only the positions written so far. For the position lies on the device, and
-// a recorded step launches the same blocks at every position. A block whose split begins after the position only writes
-// that it has no keys.
+// a recorded step launches the same blocks at every position. A block whose split begins after the position does
+// nothing.
 //
 // With one query the kernel's time is mostly that of loads which wait for one another. So the kernel prefetches: its
 // first keys and values while the previous launch is still at work, and later tiles while it computes the one before.
@@ -60,10 +61,12 @@ struct Rows {
 };
 
 // Block (n, h, z) takes row n of B*T, group h of the query heads, and the z-th split of the keys. A group is HEADS of
-// the NH / NKV query heads that share keys, or those that are left of them. Block: one-dimensional, at most MAX_WARPS
-// warps. The values of a tile are shared out among `slots`: a slot has its own sums, over every slots-th value. A
-// thread adds up a vector of channels for a slot. Shared memory: for each slot HEADS rows of HS floats, rounded up to a
-// multiple of WIDTH. stats gets the largest score and the sum of exponentials. This sum is -1 if the split has no keys.
+// the NH / NKV query heads that share keys, or those that are left of them. If z is `splits`, the block has no keys. Of
+// these blocks the one with the first group of a kv head writes the new key and value to the cache.
+//
+// Block: one-dimensional, at most MAX_WARPS warps. The values of a tile are shared out among `slots`: a slot has its
+// own sums, over every slots-th value. A thread adds up a vector of channels for a slot. Shared memory: for each slot
+// HEADS rows of HS floats, rounded up to a multiple of WIDTH. stats gets the largest score and the sum of exponentials.
 template <int HEADS>
 __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* keys, floatX* values, const floatX* qkv,
                               const int* positions, int T, int context, int NH, int NKV, int HS, int relu, float scale,
@@ -76,37 +79,38 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
     const int heads = min(HEADS, G - g0), h0 = kv * G + g0;
     const int n = blockIdx.x, b = n / T, span = keys_of_split(context, splits), start = blockIdx.z * span;
     const size_t cache = ((size_t)b * NKV + kv) * context * HS;
+    const int stride = (NH + 2 * NKV) * HS;
+    const floatX* fresh = qkv + (size_t)b * T * stride + (size_t)(NH + kv) * HS;
     trigger_programmatic_launch();
-    // The previous launch may still change the position. To choose what to prefetch, the old position is good enough.
-    const int about = *const_cast<const volatile int*>(positions + b);
-    const int known = min(start + min(span, TILE_KEYS), about);
+    const int first = early_position(positions, b), length = first + n % T + 1, end = min(start + span, length);
+    if ((int)blockIdx.z == splits) {
+        grid_dependency_synchronize();
+        if (g0 > 0) return;
+        by_alignment(HS % WIDTH == 0, [&](auto memory) {
+            const floatX* from = fresh + (size_t)(n % T) * stride;
+            const size_t to = cache + (size_t)(length - 1) * HS;
+            for (int i = WIDTH * threadIdx.x; i < HS; i += WIDTH * blockDim.x) {
+                const Vec key = memory.load(from + i, HS - i);
+                const Vec value = memory.load(from + (size_t)NKV * HS + i, HS - i);
+                memory.store(keys + to + i, key, HS - i);
+                memory.store(values + to + i, value, HS - i);
+            }
+        });
+        return;
+    }
+    const int known = min(start + min(span, TILE_KEYS), first);
     Rows{keys + cache, nullptr, known, HS, 0}.prefetch_all(start, known);
     Rows{values + cache, nullptr, known, HS, 0}.prefetch_all(start, known);
     grid_dependency_synchronize();
+    if (start >= end) return;
 
-    const int first = positions[b], length = first + n % T + 1, end = min(start + span, length);
-    if (start >= end) {
-        for (int g = threadIdx.x; g < heads; g += blockDim.x) {
-            stats[2 * (((size_t)n * NH + h0 + g) * splits + blockIdx.z) + 1] = -1.0f;
-        }
-        return;
-    }
-
-    const int vectors = ceil_div(HS, WIDTH), width = vectors * WIDTH, stride = (NH + 2 * NKV) * HS;
+    const int vectors = ceil_div(HS, WIDTH), width = vectors * WIDTH;
     const floatX* q = qkv + (size_t)n * stride + (size_t)h0 * HS;
-    const floatX* fresh = qkv + (size_t)b * T * stride + (size_t)(NH + kv) * HS;
     const Rows k_rows = {keys + cache, fresh, first, HS, stride};
     const Rows v_rows = {values + cache, fresh + (size_t)NKV * HS, first, HS, stride};
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
 
     by_alignment(HS % WIDTH == 0, [&](auto memory) {
-        if (blockIdx.z == 0 && g0 == 0) {
-            for (int i = WIDTH * threadIdx.x; i < HS; i += WIDTH * blockDim.x) {
-                const size_t to = cache + (size_t)(length - 1) * HS + i;
-                memory.store(keys + to, memory.load(k_rows.at(length - 1) + i, HS - i), HS - i);
-                memory.store(values + to, memory.load(v_rows.at(length - 1) + i, HS - i), HS - i);
-            }
-        }
         for (int tile = start; tile < end; tile += TILE_KEYS) {
             const int count = min(TILE_KEYS, end - tile);
             const bool is_first = tile == start;
@@ -220,7 +224,7 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
 }
 
 // If splits is 1, the kernel sets out (B*T,NH,HS), and parts and stats may be null. Else it sets stats
-// (B*T,NH,splits,2), and parts (B*T,NH,splits,HS) for the splits that have keys. There are two kernels: in the first
+// (B*T,NH,splits,2) and parts (B*T,NH,splits,HS) for the splits that have keys. There are two kernels: in the first
 // HEADS is 1, for query heads that share no keys, in the second 4.
 extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 4)
 PROGRAMMATIC cached_attention_kernel(floatX* out, float* parts, float* stats, floatX* keys, floatX* values,
@@ -236,22 +240,30 @@ PROGRAMMATIC cached_attention_shared_kernel(floatX* out, float* parts, float* st
     attend<4>(out, parts, stats, keys, values, qkv, positions, T, context, NH, NKV, HS, relu, scale, splits, slots);
 }
 
-// Sets out (rows,HS), rows = B*T*NH, from the results of the splits. Block x takes a row. A thread takes a channel, so
+// Sets out (B*T*NH,HS) from the results of the splits that have keys. Block x takes a row. A thread takes a channel, so
 // that many loads are in flight even if rows are few. The block has whole warps.
 extern "C" __global__ void PROGRAMMATIC add_splits_kernel(SETS floatX* out, const float* parts, const float* stats,
-                                                          int HS, int relu, int splits) {
-    constexpr int AT_ONCE = 8;  // parts that a thread loads before it uses the first
+                                                          const int* positions, int T, int context, int NH, int HS,
+                                                          int relu, int splits) {
+    constexpr int AT_ONCE = 16;  // parts that a thread loads before it uses the first
     trigger_programmatic_launch();
-    grid_dependency_synchronize();
     const size_t row = blockIdx.x;
+    const int n = blockIdx.x / NH, length = early_position(positions, n / T) + n % T + 1;
+    const int count = ceil_div(length, keys_of_split(context, splits));
+    grid_dependency_synchronize();
+    float part[AT_ONCE];
+    auto load_parts = [&](int first, int i) {
+#pragma unroll
+        for (int b = 0; b < AT_ONCE; b++) {  // after the last: the last one again
+            part[b] = parts[(row * splits + min(first + b, count - 1)) * HS + i];
+        }
+    };
+    const int mine = min(threadIdx.x, HS - 1);
+    load_parts(0, mine);  // with the results that scale them
     const float* row_stats = stats + 2 * row * splits;
-    float largest = -INFINITY, used = 0.0f;  // used: how many splits have keys; they come first
-    for (int z = threadIdx.x % WARP_SIZE; z < splits; z += WARP_SIZE) {
-        const float highest = row_stats[2 * z], sum = row_stats[2 * z + 1];
-        if (!(sum < 0.0f)) largest = fmaxf(largest, highest), used += 1.0f;
-    }
+    float largest = -INFINITY;
+    for (int z = threadIdx.x % WARP_SIZE; z < count; z += WARP_SIZE) largest = fmaxf(largest, row_stats[2 * z]);
     largest = relu ? 0.0f : warp_max(largest);
-    const int count = (int)warp_sum(used);
     auto factor = [&](int z) { return relu ? 1.0f : __expf(row_stats[2 * z] - largest); };
     float sum = 0.0f;
     for (int z = threadIdx.x % WARP_SIZE; z < count; z += WARP_SIZE) sum += row_stats[2 * z + 1] * factor(z);
@@ -259,11 +271,7 @@ extern "C" __global__ void PROGRAMMATIC add_splits_kernel(SETS floatX* out, cons
     for (int i = threadIdx.x; i < HS; i += blockDim.x) {
         float total = 0.0f;
         for (int first = 0; first < count; first += AT_ONCE) {
-            float part[AT_ONCE];
-#pragma unroll
-            for (int b = 0; b < AT_ONCE; b++) {  // after the last: the last one again
-                part[b] = parts[(row * splits + min(first + b, count - 1)) * HS + i];
-            }
+            if (i != mine || first != 0) load_parts(first, i);
 #pragma unroll
             for (int b = 0; b < AT_ONCE; b++) {
                 if (first + b < count) total += norm * factor(first + b) * part[b];

@@ -48,14 +48,15 @@ def cached_attention_forward(
     kernel = "cached_attention_kernel" if heads == 1 else "cached_attention_shared_kernel"
     cu.launch(
         kernel,
-        (B * T, NKV * shared, splits), (block,),
+        (B * T, NKV * shared, splits + 1), (block,),
         (out, parts, stats, keys, values, qkv, positions, T, context, NH, NKV, HS, int(relu),
          np.float32(1.0 / math.sqrt(HS)), splits, slots),
         shared_mem=4 * heads * slots * vectors * cu.width,
     )  # fmt: skip
     if splits > 1:
         block = cu.block(min(1024, 32 * ceil_div(HS, 32)))
-        cu.launch("add_splits_kernel", (B * T * NH,), (block,), (out, parts, stats, HS, int(relu), splits))
+        args = out, parts, stats, positions, T, context, NH, HS, int(relu), splits
+        cu.launch("add_splits_kernel", (B * T * NH,), (block,), args)
 
 
 def scratch_of_cache(B: int, context: int, NH: int, NKV: int, HS: int) -> dict[str, int]:

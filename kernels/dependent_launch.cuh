@@ -18,7 +18,7 @@ __device__ inline void prefetch(const floatX* p) {
 // grid_dependency_synchronize waits until all earlier launches have ended. A kernel calls it before it writes anything,
 // and before it reads what an earlier launch may write. Before that call the kernel may prefetch, and it may read
 // parameters. Their update has ended by then: a copy of tokens comes before each forward pass, and a copy waits for all
-// earlier launches.
+// earlier launches. It may also read a text's position, by early_position.
 //
 // In such a kernel no pointer is both const and __restrict__. That would say that nobody writes the array while the
 // kernel runs. Then the compiler may move a load from it to the other side of grid_dependency_synchronize.
@@ -28,6 +28,12 @@ __device__ inline void trigger_programmatic_launch() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// The position of sequence b, to be read before grid_dependency_synchronize. A copy sets positions, or the kernel that
+// draws a token. The next launch is then that of the encoder, which waits before it lets any other kernel start.
+__device__ inline int early_position(const int* positions, int b) {
+    return *const_cast<const volatile int*>(positions + b);
 }
 
 __device__ inline void grid_dependency_synchronize() {

@@ -34,8 +34,8 @@ __device__ inline void forward_positions(floatX* out, const int* inp, const floa
 extern "C" __global__ void PROGRAMMATIC encoder_forward_kernel(floatX* out, const int* inp, const floatX* wte,
                                                                const floatX* wpe, const int* starts, int N, int T,
                                                                int C) {
-    trigger_programmatic_launch();
     grid_dependency_synchronize();
+    trigger_programmatic_launch();  // only now: early_position needs it
     forward_positions(out, inp, wte, wpe, starts, N, T, C, [](const Vec& a, int n, int i) { return a; });
 }
 

@@ -6,7 +6,8 @@
 // Memory-bound: forward reads and writes each head once. Backward reads dout and x of queries and keys, and writes dx.
 //
 // LANES neighbours in a warp take a head. They read it twice, for the sum and for the result; the second time it is in
-// the first-level cache. Weights are parameters, whose addresses need not be multiples of 16.
+// the first-level cache. In forward they load their first weights and angles while the previous launch is at work.
+// Weights are parameters, whose addresses need not be multiples of 16.
 #include "dependent_launch.cuh"
 #include "qk_norm.cuh"
 
@@ -20,15 +21,22 @@ extern "C" __global__ void PROGRAMMATIC qk_norm_forward_kernel(SETS floatX* __re
     const int head = blockIdx.x * heads_at_once() + place(), heads = NH + 2 * NKV;
     trigger_programmatic_launch();
     if (head >= N * heads) return;
-    grid_dependency_synchronize();
     const int n = head / heads, h = head % heads;
     const floatX* x = inp + (size_t)head * HS;
     floatX* y = out + (size_t)head * HS;
     const floatX* weight = h < NH ? qweight : kweight;
-    const float* angles = table + (size_t)(n % T + (starts == nullptr ? 0 : starts[n / T])) * HS;
+    const float* angles = table + (size_t)(n % T + (starts == nullptr ? 0 : early_position(starts, n / T))) * HS;
 
     by_alignment(HS % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
-        if (h >= NH + NKV) {
+        const int mine = WIDTH * lane();
+        const bool is_value = h >= NH + NKV;
+        Vec w = {}, a = {};
+        if (mine < HS && !is_value) {
+            w = memory.load(weight + mine, HS - mine);
+            a = memory.load(angles + mine, HS - mine);
+        }
+        grid_dependency_synchronize();
+        if (is_value) {
             for (int i = WIDTH * lane(); i < HS; i += WIDTH * LANES) {
                 memory.store(y + i, memory.load(x + i, HS - i), HS - i);
             }
@@ -42,9 +50,9 @@ extern "C" __global__ void PROGRAMMATIC qk_norm_forward_kernel(SETS floatX* __re
         const float s = rsqrtf(head_sum(sum) / HS + eps);
         for (int i = WIDTH * lane(); i < HS; i += WIDTH * LANES) {
             Vec v = memory.load(x + i, HS - i);
-            const Vec w = memory.load(weight + i, HS - i);
+            if (i != mine) w = memory.load(weight + i, HS - i), a = memory.load(angles + i, HS - i);
             for (int k = 0; k < WIDTH; k++) v.x[k] = s * v.x[k] * w.x[k];
-            memory.store(y + i, rotate(v, memory.load(angles + i, HS - i), 1.0f), HS - i);
+            memory.store(y + i, rotate(v, a, 1.0f), HS - i);
         }
         if (lane() == 0) rstd[(size_t)n * (NH + NKV) + h] = s;
     });

@@ -16,14 +16,14 @@ extern "C" __global__ void PROGRAMMATIC rope_kernel(floatX* __restrict__ qkv, co
                                                     float direction, int heads, int all_heads, int HS, int R) {
     constexpr int AT_ONCE = 16 / WIDTH;  // heads that a thread loads before it stores the first
     trigger_programmatic_launch();
-    grid_dependency_synchronize();
     const size_t n = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
-    const int position = blockIdx.x + (starts == nullptr ? 0 : starts[blockIdx.y]);
+    const int position = blockIdx.x + (starts == nullptr ? 0 : early_position(starts, blockIdx.y));
     floatX* row = qkv + n * all_heads * HS;
     const float* angles = table + (size_t)position * R;
     by_alignment(HS % WIDTH == 0 && R % WIDTH == 0, [&](auto memory) {
         for (int i = WIDTH * threadIdx.x; i < R; i += WIDTH * blockDim.x) {
             const Vec a = memory.load(angles + i, R - i);  // cos and sin of one pair, then of the next
+            grid_dependency_synchronize();                 // from the second time on it does not wait
             for (int first = threadIdx.y; first < heads; first += AT_ONCE * blockDim.y) {
                 Vec x[AT_ONCE] = {};
 #pragma unroll

@@ -18,7 +18,7 @@ from kernels import flash_attention, layernorm
 import pytest
 
 pytest.importorskip("cupy.cuda", reason="CuPy, which binds NVRTC, is not installed")
-from support.nvrtc import compile_kernels, compiled  # noqa: E402
+from support.nvrtc import LETS_OTHERS_START, compile_kernels, compiled  # noqa: E402
 
 KERNELS = sorted((Path(__file__).parent.parent / "kernels").rglob("*.cu"))
 # Bytes of shared memory that a block can have, by compute capability (CUDA programming guide): T4; A100; RTX 30 and 40;
@@ -43,7 +43,7 @@ MAY_SPILL = {
 }
 
 # What kernels may read before grid_dependency_synchronize (dependent_launch.cuh), by the instruction's name: weights,
-# and a position that only says what to prefetch.
+# angles, and positions (volatile).
 MAY_READ = {
     "matvec_kernel": "ld.global",
     "matvec_gelu_kernel": "ld.global",
@@ -54,6 +54,9 @@ MAY_READ = {
     "parallel_residual_few_rows_kernel": "ld.global",
     "cached_attention_kernel": "ld.volatile.global",
     "cached_attention_shared_kernel": "ld.volatile.global",
+    "add_splits_kernel": "ld.volatile.global",
+    "rope_kernel": ("ld.volatile.global", "ld.global"),
+    "qk_norm_forward_kernel": ("ld.volatile.global", "ld.global"),
 }
 
 
@@ -127,9 +130,12 @@ def test_every_kernel_compiles_fits_the_gpu_and_waits_before_it_touches_what_oth
     assert not spilling
     early = {kernel: accesses for kernel, (*_, accesses) in kernels.items() if accesses is not None}
     assert early.keys() == (programmatic_kernels(path) if capability >= 90 else set())
+    # No kernel starts before the encoder has waited, so all kernels after it may read a text's position at once.
+    late = {kernel for kernel, accesses in early.items() if LETS_OTHERS_START not in accesses}
+    assert late == early.keys() & {"encoder_forward_kernel"}
     assert not {
         (kernel, access) for kernel, accesses in early.items() for access in accesses
-        if not access.startswith(MAY_READ.get(kernel, "nothing")) or ".nc" in access
+        if access != LETS_OTHERS_START and not access.startswith(MAY_READ.get(kernel, "nothing")) or ".nc" in access
     }  # fmt: skip
 
 

@@ -17,11 +17,12 @@ from cupy.cuda import nvrtc
 # What comes from NVRTC's cache, which goes by the PTX, comes without the assembler's report: this is in no other PTX.
 NEW = f"\n__device__ int compiled_at_{time.time_ns()};\n"
 
+LETS_OTHERS_START = "griddepcontrol.launch_dependents"
+
 
 def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[str, list]:
     """Bytes of [stack frame, spill stores, spill loads] per thread and of static shared memory per block, by kernel, as
-    the assembler reports them; then the accesses to memory before the kernel waits for the previous launch, None where
-    it does not wait."""
+    the assembler reports them; then what `early_accesses` says."""
     program = nvrtc.createProgram(source + NEW, name, [], [])
     try:
         nvrtc.compileProgram(program, (*options, "--ptxas-options=-v"))
@@ -43,10 +44,11 @@ def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[st
 
 
 def early_accesses(text: str) -> list[str] | None:
-    """The accesses before the wait; and wherever they stand, loads of what is constant while the kernel runs (.nc): the
-    assembler may move these before the wait."""
+    """The accesses to memory before the kernel waits for the previous launch, and LETS_OTHERS_START if that stands
+    there, too; and wherever they stand, loads of what is constant while the kernel runs (.nc), because the assembler
+    may move these before the wait. None if the kernel does not wait."""
     before, wait, _ = text.partition("griddepcontrol.wait")
-    accesses = re.findall(r"\b(?:ld|st|atom|red|cp)\.(?!param|shared)[\w.]+", before)
+    accesses = re.findall(rf"\b(?:ld|st|atom|red|cp)\.(?!param|shared)[\w.]+|{LETS_OTHERS_START}", before)
     accesses += re.findall(r"\bld\.global\.nc[\w.]*", text)
     return sorted(set(accesses)) if wait else None
 
