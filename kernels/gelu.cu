@@ -46,7 +46,7 @@ __device__ __forceinline__ void forward(floatX* out, const floatX* inp, const fl
 // fch (OC) = inp (C) @ weight (OC, C)^T, and out (OC) = gelu(fch + bias).
 __device__ __forceinline__ void matvec_forward(floatX* out, floatX* fch, const floatX* inp, const floatX* weight,
                                                const floatX* bias, int C, int OC) {
-    matvec_floatX(inp, weight, bias, C, OC, [=](int o, float sum, float b) {
+    matvec_floatX(inp, weight, bias, nullptr, C, OC, [=](int o, float sum, float b, float) {
         set(fch[o], sum);
         set(out[o], gelu(rounded(sum) + b));
     });
@@ -99,8 +99,9 @@ extern "C" __global__ void PROGRAMMATIC gelu_forward_kernel(floatX* out, const f
     forward(out, inp, bias, N, C);
 }
 
-extern "C" __global__ void PROGRAMMATIC matvec_gelu_kernel(SETS floatX* out, SETS floatX* fch, const floatX* inp,
-                                                           const floatX* weight, const floatX* bias, int C, int OC) {
+extern "C" __global__ void __launch_bounds__(128, MATVEC_BLOCKS)
+PROGRAMMATIC matvec_gelu_kernel(SETS floatX* out, SETS floatX* fch, const floatX* inp, const floatX* weight,
+                                const floatX* bias, int C, int OC) {
     matvec_forward(out, fch, inp, weight, bias, C, OC);
 }
 

@@ -7,9 +7,9 @@ extern "C" __global__ void PROGRAMMATIC gelu_erf_forward_kernel(floatX* out, con
     forward(out, inp, bias, N, C);
 }
 
-extern "C" __global__ void PROGRAMMATIC matvec_gelu_erf_kernel(SETS floatX* out, SETS floatX* fch, const floatX* inp,
-                                                               const floatX* weight, const floatX* bias, int C,
-                                                               int OC) {
+extern "C" __global__ void __launch_bounds__(128, MATVEC_BLOCKS)
+PROGRAMMATIC matvec_gelu_erf_kernel(SETS floatX* out, SETS floatX* fch, const floatX* inp, const floatX* weight,
+                                    const floatX* bias, int C, int OC) {
     matvec_forward(out, fch, inp, weight, bias, C, OC);
 }
 

@@ -17,8 +17,8 @@ extern "C" __global__ void transpose_kernel(SETS floatX* out, const floatX* inp,
     store_transposed(out, tile, n0, i0, N, C);
 }
 
-extern "C" __global__ void PROGRAMMATIC matvec_kernel(SETS floatX* out, const floatX* inp, const floatX* weight,
-                                                      const floatX* bias, const floatX* residual, int C,
-                                                      int OC) {
-    matvec_floatX(inp, weight, bias, C, OC, store_to(out, residual, 1.0f));
+extern "C" __global__ void __launch_bounds__(128, MATVEC_BLOCKS)
+PROGRAMMATIC matvec_kernel(SETS floatX* out, const floatX* inp, const floatX* weight, const floatX* bias,
+                           const floatX* residual, int C, int OC) {
+    matvec_floatX(inp, weight, bias, residual, C, OC, store_to(out, 1.0f));
 }

@@ -27,7 +27,7 @@ extern "C" __global__ void PROGRAMMATIC matvec_fp8_kernel(SETS floatX* out, cons
                                                           const floatX* residual, int C, int OC) {
     trigger_programmatic_launch();
     auto load = [&](int o, int i) { return *reinterpret_cast<const Fp8Vec*>(q + (size_t)o * C + i); };
-    matvec<64 / WIDTH>(inp, bias, C, OC, Aligned(), load, store_to(out, residual, *scale));
+    matvec<64 / WIDTH>(inp, bias, residual, C, OC, Aligned(), load, store_to(out, *scale));
 }
 
 // out (n) = scale (1) times q (n). In bf16 this rounds nothing.
