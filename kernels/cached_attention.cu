@@ -3,8 +3,8 @@
 // each sequence lie in qkv (B, T, NH+2NKV, HS), beside the queries. Sequence b's new positions begin at positions[b]:
 //   out[t] = sum over s <= p of att[s] v[s],  p = positions[b] + t,
 //   att = softmax over s <= p of q[t] . k[s] / sqrt(HS), or for ReLU max(0, q[t] . k[s] / sqrt(HS)) / (p + 1)
-// The kernel also writes the new keys and values to the cache, for later tokens. Blocks of their own do that, so no
-// query waits for it.
+// The kernel also writes the new keys and values to the cache, for later tokens. For a single new position blocks of
+// their own do that, so the query does not wait for it.
 //
 // It is memory-bound if a single query meets many keys: each key and value is read once, for a few products. A single
 // query gives too few blocks to keep a GPU busy. So the keys are split among blocks, too (flash-decoding, Dao et al.
@@ -61,8 +61,8 @@ struct Rows {
 };
 
 // Block (n, h, z) takes row n of B*T, group h of the query heads, and the z-th split of the keys. A group is HEADS of
-// the NH / NKV query heads that share keys, or those that are left of them. If z is `splits`, the block has no keys. Of
-// these blocks the one with the first group of a kv head writes the new key and value to the cache.
+// the NH / NKV query heads that share keys, or those that are left of them. The block of a kv head's first group and
+// first split also writes the new key and value to the cache. If T is 1, a block with z = splits does so, and no more.
 //
 // Block: one-dimensional, at most MAX_WARPS warps. The values of a tile are shared out among `slots`: a slot has its
 // own sums, over every slots-th value. A thread adds up a vector of channels for a slot. Shared memory: for each slot
@@ -83,9 +83,16 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
     const floatX* fresh = qkv + (size_t)b * T * stride + (size_t)(NH + kv) * HS;
     trigger_programmatic_launch();
     const int first = early_position(positions, b), length = first + n % T + 1, end = min(start + span, length);
-    if ((int)blockIdx.z == splits) {
-        grid_dependency_synchronize();
-        if (g0 > 0) return;
+    const int z = blockIdx.z, writer = T == 1 ? splits : 0;
+    const bool only_writes = z == splits;
+    if (only_writes ? g0 > 0 : start >= end) return;
+    if (!only_writes) {
+        const int known = min(start + min(span, TILE_KEYS), first);
+        Rows{keys + cache, nullptr, known, HS, 0}.prefetch_all(start, known);
+        Rows{values + cache, nullptr, known, HS, 0}.prefetch_all(start, known);
+    }
+    grid_dependency_synchronize();
+    if (z == writer && g0 == 0) {
         by_alignment(HS % WIDTH == 0, [&](auto memory) {
             const floatX* from = fresh + (size_t)(n % T) * stride;
             const size_t to = cache + (size_t)(length - 1) * HS;
@@ -96,13 +103,8 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
                 memory.store(values + to + i, value, HS - i);
             }
         });
-        return;
     }
-    const int known = min(start + min(span, TILE_KEYS), first);
-    Rows{keys + cache, nullptr, known, HS, 0}.prefetch_all(start, known);
-    Rows{values + cache, nullptr, known, HS, 0}.prefetch_all(start, known);
-    grid_dependency_synchronize();
-    if (start >= end) return;
+    if (only_writes) return;
 
     const int vectors = ceil_div(HS, WIDTH), width = vectors * WIDTH;
     const floatX* q = qkv + (size_t)n * stride + (size_t)h0 * HS;
@@ -245,16 +247,16 @@ PROGRAMMATIC cached_attention_shared_kernel(floatX* out, float* parts, float* st
 extern "C" __global__ void PROGRAMMATIC add_splits_kernel(SETS floatX* out, const float* parts, const float* stats,
                                                           const int* positions, int T, int context, int NH, int HS,
                                                           int relu, int splits) {
-    constexpr int AT_ONCE = 16;  // parts that a thread loads before it uses the first
+    constexpr int PARTS = 16;  // parts that a thread loads before it uses the first
     trigger_programmatic_launch();
     const size_t row = blockIdx.x;
     const int n = blockIdx.x / NH, length = early_position(positions, n / T) + n % T + 1;
     const int count = ceil_div(length, keys_of_split(context, splits));
     grid_dependency_synchronize();
-    float part[AT_ONCE];
+    float part[PARTS];
     auto load_parts = [&](int first, int i) {
 #pragma unroll
-        for (int b = 0; b < AT_ONCE; b++) {  // after the last: the last one again
+        for (int b = 0; b < PARTS; b++) {  // after the last: the last one again
             part[b] = parts[(row * splits + min(first + b, count - 1)) * HS + i];
         }
     };
@@ -270,10 +272,10 @@ extern "C" __global__ void PROGRAMMATIC add_splits_kernel(SETS floatX* out, cons
     const float norm = relu ? 1.0f : 1.0f / warp_sum(sum);
     for (int i = threadIdx.x; i < HS; i += blockDim.x) {
         float total = 0.0f;
-        for (int first = 0; first < count; first += AT_ONCE) {
+        for (int first = 0; first < count; first += PARTS) {
             if (i != mine || first != 0) load_parts(first, i);
 #pragma unroll
-            for (int b = 0; b < AT_ONCE; b++) {
+            for (int b = 0; b < PARTS; b++) {
                 if (first + b < count) total += norm * factor(first + b) * part[b];
             }
         }

@@ -48,7 +48,7 @@ def cached_attention_forward(
     kernel = "cached_attention_kernel" if heads == 1 else "cached_attention_shared_kernel"
     cu.launch(
         kernel,
-        (B * T, NKV * shared, splits + 1), (block,),
+        (B * T, NKV * shared, splits + (T == 1)), (block,),
         (out, parts, stats, keys, values, qkv, positions, T, context, NH, NKV, HS, int(relu),
          np.float32(1.0 / math.sqrt(HS)), splits, slots),
         shared_mem=4 * heads * slots * vectors * cu.width,
@@ -66,7 +66,7 @@ def scratch_of_cache(B: int, context: int, NH: int, NKV: int, HS: int) -> dict[s
 
 
 def number_of_splits(B: int, NH: int, NKV: int, context: int) -> int:
-    """How many blocks share the keys of a sequence's single new query. A GPU then has two blocks for each
+    """How many blocks share the keys of a sequence's single new query. A GPU then has two such blocks for each
     multiprocessor, if there are enough keys. The number does not depend on the position."""
     blocks = B * NKV * ceil_div(NH // NKV, HEADS)
     tiles = ceil_div(context, TILE_KEYS)

@@ -17,8 +17,9 @@ __device__ inline void prefetch(const floatX* p) {
 //
 // grid_dependency_synchronize waits until all earlier launches have ended. A kernel calls it before it writes anything,
 // and before it reads what an earlier launch may write. Before that call the kernel may prefetch, and it may read
-// parameters. Their update has ended by then: a copy of tokens comes before each forward pass, and a copy waits for all
-// earlier launches. It may also read a text's position, by early_position.
+// parameters. Their update has ended by then. If this stream updates them, a copy of tokens comes between, and a copy
+// waits for all earlier launches. If another stream does, this one waits for it, and then the kernel does not start
+// early (ProgrammaticKernel in device/cuda_kernel.py). A kernel may also read a text's position, by early_position.
 //
 // In such a kernel no pointer is both const and __restrict__. That would say that nobody writes the array while the
 // kernel runs. Then the compiler may move a load from it to the other side of grid_dependency_synchronize.
@@ -30,8 +31,8 @@ __device__ inline void trigger_programmatic_launch() {
 #endif
 }
 
-// The position of sequence b, to be read before grid_dependency_synchronize. A copy sets positions, or the kernel that
-// draws a token. The next launch is then that of the encoder, which waits before it lets any other kernel start.
+// The position of sequence b, to be read before grid_dependency_synchronize. A copy, or the kernel that draws a token,
+// sets the positions. The next launch is the encoder's, which waits before it lets any other kernel start.
 __device__ inline int early_position(const int* positions, int b) {
     return *const_cast<const volatile int*>(positions + b);
 }

@@ -15,9 +15,10 @@
 // bits as an integer, after all bits of a negative float and the sign bit of a positive one have been flipped. So ranks
 // are in the order of the floats.
 //
-// For each bit the kernel reads all logits, and that takes most of its time. So top_k begins with a bound: the k-th
-// largest of the threads' largest logits. Each of k threads has a logit at or above it, so the threshold is not below
-// it. Usually little more than k logits are. The kernel collects these in shared memory and compares them there.
+// For each bit the kernel reads all logits, and that takes most of its time. So for a top_k of at most half its threads
+// it begins with a bound: the k-th largest of the threads' largest logits. Each of k threads has a logit at or above
+// it, so the threshold is not below it. Of random logits 52 are at or above it for a top_k of 50, and some 700 for 512.
+// The kernel collects these in shared memory and compares them there.
 #include "dependent_launch.cuh"
 
 __device__ inline double warp_sum_double(double x) {
@@ -38,7 +39,8 @@ __device__ inline double block_sum_double(double x, double* warp_sums) {
 }
 
 // Each lane has a sum. Returns the first lane at which `before`, plus the sums up to and with this lane's, is above the
-// target. If rounding leaves none, it is the last lane whose sum is above 0. Adds to `before` the sums in front of it.
+// target. If rounding leaves none, it is the last lane whose sum is above 0; if no sum is, lane 0. Adds to `before` the
+// sums in front of it.
 __device__ inline int find_lane(double sum, double target, double& before) {
     const int lane = threadIdx.x % WARP_SIZE;
     double through = sum;
@@ -131,8 +133,10 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
     float threshold = -3.40282347e38f;  // a logit of -INFINITY has no weight
     if (top_k > 0 && top_k < V) {
         if (threadIdx.x == 0) found = 0;
-        // 16 bits will do for a bound. It is -INFINITY if there are fewer threads than top_k.
-        const float bound = highest(1u << 16, [&](float x) { return __syncthreads_count(own >= x) >= top_k; });
+        float bound = -INFINITY;
+        if (2 * top_k <= (int)blockDim.x) {  // 16 bits of a rank will do
+            bound = highest(1u << 16, [&](float x) { return __syncthreads_count(own >= x) >= top_k; });
+        }
         if (bound > -INFINITY && own >= bound) {
             for_each([&](const Vec& x, int) {
                 for (int k = 0; k < WIDTH; k++) {
@@ -156,9 +160,11 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
         } else {
             threshold = fmaxf(threshold, highest(LAST_BIT, [&](float lowest) {
                 float count = 0.0f;  // below 2^24, so exact
-                for_each([&](const Vec& x, int) {
-                    for (int k = 0; k < WIDTH; k++) count += x.x[k] >= lowest ? 1.0f : 0.0f;
-                });
+                if (own >= lowest) {
+                    for_each([&](const Vec& x, int) {
+                        for (int k = 0; k < WIDTH; k++) count += x.x[k] >= lowest ? 1.0f : 0.0f;
+                    });
+                }
                 return block_sum(count) >= top_k;
             }));
         }

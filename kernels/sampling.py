@@ -39,4 +39,4 @@ for variant, top_p in ("", 1.0), ("top_p", 0.5):
              lambda size, a, top_p=top_p: {
                  "tokens": device.zeros((size.B,), np.int32), "positions": device.zeros((size.B,), np.int32),
                  "states": device.asarray(np.arange(1, size.B + 1, dtype=np.uint64)), "top_p": top_p},
-             variant, hard="B=1 V=5003 Vp=5120 top_k=7", needs="V <= Vp; Vp % 8 == 0")
+             variant, hard="B=1 V=5003 Vp=5120 top_k=7", needs="V <= Vp; Vp % 16 == 0")

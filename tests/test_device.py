@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import device
 from conftest import refusal
-from device import ceil_div, cpu, cuda, current, from_bf16, nvrtc, to_bf16
+from device import ceil_div, cpu, cuda, cuda_kernel, current, from_bf16, nvrtc, to_bf16
 from device.cublaslt import CublasLt, Plan
 from device.cuda_kernel import CudaKernel, ProgrammaticKernel
 from device.fp8 import E4M3
@@ -167,6 +167,20 @@ def test_kernels_start_early_if_the_gpu_and_a_driver_that_captures_such_launches
     gpu.compute_capability = capability
     kinds = [type(gpu.kernel(gelu.cu.path, name)) for name in programmatic_kernels(gelu.cu.path)]
     assert kinds and set(kinds) == {ProgrammaticKernel if early else CudaKernel}
+
+
+def test_a_kernel_whose_stream_waits_for_another_one_does_not_start_early(monkeypatch):
+    """It may read parameters at once, and the other stream may update them."""
+    early, function, stream = MagicMock(), MagicMock(ptr=1), MagicMock(ptr=2)
+    monkeypatch.setattr(cuda_kernel, "call_driver", early)
+    driver_api = SimpleNamespace(funcGetAttribute=lambda attribute, pointer: 0)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(driver=driver_api))
+    gpu = SimpleNamespace(stream=stream, waiting={stream}, cupy=cupy)
+    kernel = ProgrammaticKernel(function, "rope_kernel", gpu)
+    kernel((1,), (32,), ())
+    assert function.call_count == 1 and early.call_count == 0
+    kernel((1,), (32,), ())
+    assert function.call_count == 1 and early.call_count == 1
 
 
 def test_a_kernel_gets_the_shared_memory_that_its_gpu_has_and_more_is_refused_in_one_line():

@@ -123,6 +123,8 @@ def test_a_step_launches_the_same_whatever_the_position(config, attention):
         for _ in writer.tokens([[1], [2, 3]], samplers_of(1, 2), 25):
             pass
     assert len(seen) == 25 and all(one == seen[1] for one in seen[2:])
+    firsts = {next(name for name, _ in launches if name.endswith("_kernel")) for launches in seen}
+    assert firsts == {"encoder_forward_kernel"}  # as early_position of dependent_launch.cuh needs it
     names = [name for name, _ in seen[1]]
     assert names[-1] == "sample_kernel" and not {"softmax_forward_kernel", "relu_forward_kernel"} & set(names)
 

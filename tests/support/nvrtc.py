@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import device
@@ -46,11 +47,29 @@ def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[st
 def early_accesses(text: str) -> list[str] | None:
     """The accesses to memory before the kernel waits for the previous launch, and LETS_OTHERS_START if that stands
     there, too; and wherever they stand, loads of what is constant while the kernel runs (.nc), because the assembler
-    may move these before the wait. None if the kernel does not wait."""
+    may move these before the wait. An access is the instruction's name and the numbers of the parameters whose arrays
+    it may touch: "ld.global.f32 0". None if the kernel does not wait."""
     before, wait, _ = text.partition("griddepcontrol.wait")
-    accesses = re.findall(rf"\b(?:ld|st|atom|red|cp)\.(?!param|shared)[\w.]+|{LETS_OTHERS_START}", before)
-    accesses += re.findall(r"\bld\.global\.nc[\w.]*", text)
-    return sorted(set(accesses)) if wait else None
+    access = r"\b((?:ld|st|atom|red|cp)\.(?!param|shared)[\w.]+)[^;]*?\[(%rd\d+)"
+    pointers = pointers_of(text)
+    found = re.findall(access, before) + [(name, base) for name, base in re.findall(access, text) if ".nc" in name]
+    accesses = {" ".join((name, *map(str, sorted(pointers[base])))) for name, base in found}
+    accesses |= {LETS_OTHERS_START} & {*re.findall(LETS_OTHERS_START, before)}
+    return sorted(accesses) if wait else None
+
+
+def pointers_of(text: str) -> dict[str, set[int]]:
+    """Which of a kernel's parameters may be part of each 64-bit register of its PTX, an address for example."""
+    pointers = defaultdict(set)
+    known = -1
+    while known != (known := sum(map(len, pointers.values()))):  # a loop hands registers to lines above
+        for operation, target, operands in re.findall(r"([a-z][\w.]+)\s+(%rd\d+),([^;]*);", text):
+            if operation.startswith("ld.param"):
+                pointers[target] |= {int(number) for number in re.findall(r"_param_(\d+)\]", operands)}
+            elif not operation.startswith("ld."):
+                for source in re.findall(r"%rd\d+", operands):
+                    pointers[target] |= pointers[source]
+    return pointers
 
 
 @functools.cache
