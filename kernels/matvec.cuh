@@ -58,11 +58,11 @@ __device__ inline void matvec(const floatX* inp, const floatX* bias, const float
     if (threadIdx.x == 0) finish(o, total, b, to_float(r));
 }
 
-// The blocks of 128 threads for which a multiprocessor must have room. This says how many registers a thread may have.
-// With more registers fewer blocks have room, and fewer weights are on their way. With fewer registers a thread loads
-// its input in several rounds, each of which waits. On an H200 a token of GPT-2 124M in TF32 takes 0.295 ms with 5
-// blocks, 0.276 with 6, and 0.290 where the compiler decides, which takes registers for 7. In bf16 it takes 0.218 ms
-// with 6, 0.227 with 8. One of SmolLM2 takes 0.509 and 0.536, one of Qwen3-0.6B 0.809 and 0.792.
+// At least this many blocks of 128 threads must fit on a multiprocessor. So it bounds a thread's registers. If threads
+// may have more registers, fewer blocks fit, and fewer weights are on their way. If they may have fewer, a thread loads
+// its input in several rounds, and waits for each. On an H200 a token of GPT-2 124M in TF32 takes 0.295 ms with 5
+// blocks, 0.276 with 6, and 0.290 if the compiler decides, which then makes 7 fit. In bf16 it takes 0.218 ms with 6 and
+// 0.227 with 8. A token of SmolLM2 takes 0.509 and 0.536, one of Qwen3-0.6B 0.809 and 0.792.
 constexpr int MATVEC_BLOCKS = 6;
 
 // matvec of a weight whose type is floatX.

@@ -124,7 +124,7 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
         return;
     }
 
-    // The float with the highest rank for which `enough` is true. The bits of the rank after last_bit are 0.
+    // The highest float for which `enough` is true. The search ends with last_bit of its rank; later bits are 0.
     auto highest = [&](unsigned last_bit, auto enough) {
         unsigned rank = 0;
         for (unsigned bit = 1u << 31; bit >= last_bit; bit /= 2) rank |= enough(float_of_rank(rank | bit)) ? bit : 0u;
