@@ -62,7 +62,8 @@ struct Rows {
 
 // Block (n, h, z) takes row n of B*T, group h of the query heads, and the z-th split of the keys. A group is HEADS of
 // the NH / NKV query heads that share keys, or those that are left of them. The block of a kv head's first group and
-// first split also writes the new key and value to the cache. If T is 1, a block with z = splits does so, and no more.
+// first split also writes the new key and value to the cache. If T is 1, the grid also has blocks with z = splits. Then
+// the one of the first group writes them, and these blocks do nothing else.
 //
 // Block: one-dimensional, at most MAX_WARPS warps. The values of a tile are shared out among `slots`: a slot has its
 // own sums, over every slots-th value. A thread adds up a vector of channels for a slot. Shared memory: for each slot

@@ -124,7 +124,8 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
         return;
     }
 
-    // The highest float for which `enough` is true. The search ends with last_bit of its rank; later bits are 0.
+    // The highest float for which `enough` is true. The search sets the bits of its rank down to last_bit. The bits
+    // after that stay 0.
     auto highest = [&](unsigned last_bit, auto enough) {
         unsigned rank = 0;
         for (unsigned bit = 1u << 31; bit >= last_bit; bit /= 2) rank |= enough(float_of_rank(rank | bit)) ? bit : 0u;

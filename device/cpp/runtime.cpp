@@ -172,7 +172,7 @@ struct Worker {                             // an OS thread that runs one block 
     unsigned alive[MAX_THREADS], ready[MAX_THREADS];
     unsigned at_barrier[MAX_THREADS], at_meeting[MAX_THREADS], at_mbarrier[MAX_THREADS];
     unsigned alive_count, at_barrier_count; // threads, in all warps
-    int yes, yes_last_time;                 // of the threads at the barrier: those that said yes; of the last barrier
+    int yes, yes_last_time;                 // threads at the barrier that said yes; how many did at the last barrier
 
     bool running = false;                   // a kernel, at this moment
     uint32_t random;
